@@ -1,0 +1,249 @@
+"""The verb `extract`: run the verifier over the prepared rows and store its hidden states, one file per row."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow.compute as pc
+import torch
+from datasets import Dataset, load_from_disk
+from torch import Tensor
+
+from eagle3_fast.config import RunConfig
+from eagle3_fast.errors import InputError
+from eagle3_fast.extract.sources import OnlineStates, token_ids
+from eagle3_fast.extract.store import check_manifest, is_whole, read_sample, write_manifest, write_sample
+from eagle3_fast.extract.verifier import Verifier, checked_layer_ids
+from eagle3_fast.extract.weights import VerifierWeights, verifier_fingerprint, verifier_shape, verifier_weights
+from eagle3_fast.files import read_json
+from eagle3_fast.log import logger, progress
+from eagle3_fast.records import HiddenStates
+
+FULL_DISK = 0.95
+"""Share of the disk at which writing stops."""
+CHECKED_ROWS = 8
+CHECKED_TOKENS = 128
+"""The self-check looks at the first tokens of rows spread evenly over the dataset."""
+TIE_EPS = 8
+"""Logits closer than so many roundings are a tie: batches of other shapes take other kernels, which round elsewhere."""
+LOGIT_TOLERANCE = 0.1
+"""Relative distance (root mean square) of logits from the verifier's own. bfloat16 stays below 0.02; a wrong scale is beyond 0.5."""
+
+
+@dataclass(frozen=True)
+class ExtractSummary:
+    """What a run of `extract` did. `agreement` is None when every file was there already."""
+
+    folder: str
+    rows: int
+    written: int
+    tokens_written: int
+    bytes_written: int
+    seconds: float
+    agreement: float | None
+
+
+def extract(config: RunConfig) -> ExtractSummary:
+    """Store the hidden states of every prepared row that has no whole file yet.
+
+    Files and manifest are those of `store`. An interrupted run goes on where it stopped.
+
+    Raises:
+        InputError: no prepared data, ids outside the verifier's vocabulary, a folder extracted with other settings, too little
+            disk, states that are not finite, or states from which the verifier's own head does not give its own tokens.
+    """
+    started = time.monotonic()
+    section, folder = config.train.verifier, config.hidden_states_path
+    dataset, lengths = open_rows(config.train.data.data_path)
+    shape = verifier_shape(section.verifier_name_or_path, section.trust_remote_code)
+    layer_ids = checked_layer_ids(config.train.draft.target_layer_ids, shape.num_hidden_layers)
+    dtype: torch.dtype = getattr(torch, config.train.data.hidden_states_dtype)
+    _check_vocabulary(dataset, shape.vocab_size)
+    manifest = _manifest(config, layer_ids, shape.hidden_size, len(dataset))
+    check_manifest(folder, {key: value for key, value in manifest.items() if key != "verifier"})
+
+    rows = [row for row in range(len(dataset)) if not is_whole(folder, row, token_ids(dataset, row), len(layer_ids))]
+    tokens = sum(lengths[row] for row in rows)
+    token_bytes = (len(layer_ids) + 1) * shape.hidden_size * dtype.itemsize
+    _announce(folder, rows, tokens, token_bytes)
+    agreement = None
+    if rows:
+        verifier = Verifier(
+            shape.path, layer_ids, dtype, config.extract.attn_implementation, trust_remote_code=section.trust_remote_code
+        )
+        check = SelfCheck(verifier, dataset, section.trust_remote_code, config.extract.minimum_agreement)
+        check.fresh()
+        write_manifest(folder, manifest)
+        _store_all(OnlineStates(verifier, dataset), folder, rows, lengths, config.extract.batch_tokens, token_bytes)
+        agreement = check.stored(folder)
+        write_manifest(folder, {**manifest, "agreement": agreement})
+    summary = ExtractSummary(
+        str(folder), len(dataset), len(rows), tokens, tokens * token_bytes, time.monotonic() - started, agreement
+    )
+    logger.info("extract: " + ", ".join(f"{key} {value}" for key, value in asdict(summary).items()))
+    return summary
+
+
+def open_rows(data_path: str | Path) -> tuple[Dataset, list[int]]:
+    """The prepared Arrow folder and its `seq_len` column. Raises InputError when it is not one."""
+    try:
+        dataset = load_from_disk(str(data_path))
+    except FileNotFoundError:
+        raise InputError(f"{data_path}: holds no prepared data; run prepare, or correct train.data.data_path") from None
+    if not isinstance(dataset, Dataset) or not {"input_ids", "seq_len"} <= set(dataset.column_names):
+        raise InputError(f"{data_path}: is a `datasets` folder without the columns input_ids and seq_len; run prepare")
+    if len(dataset) == 0:
+        raise InputError(f"{data_path}: holds no rows; look at what prepare dropped")
+    return dataset, dataset.with_format("arrow")[:]["seq_len"].to_pylist()
+
+
+def _check_vocabulary(dataset: Dataset, vocab_size: int) -> None:
+    """Raise InputError for the first row with a token id that the verifier does not have."""
+    row = 0
+    for chunk in dataset.with_format("arrow")[:]["input_ids"].chunks:
+        bounds = pc.min_max(chunk.flatten()).as_py()
+        if bounds["min"] is not None and (bounds["min"] < 0 or bounds["max"] >= vocab_size):
+            for offset, ids in enumerate(chunk):
+                bad = [token for token in ids.as_py() if not 0 <= token < vocab_size]
+                if bad:
+                    raise InputError(
+                        f"row {row + offset} of the prepared data has token id {bad[0]}, the verifier's vocabulary is "
+                        f"0..{vocab_size - 1}; prepare with this verifier's tokenizer"
+                    )
+        row += len(chunk)
+
+
+def _manifest(config: RunConfig, layer_ids: list[int], hidden_size: int, rows: int) -> dict[str, Any]:
+    path = config.train.verifier.verifier_name_or_path
+    prepared = Path(config.train.data.data_path) / "prepare.json"
+    return {
+        "verifier": path,
+        "verifier_fingerprint": verifier_fingerprint(path),
+        "layer_ids": layer_ids,
+        "hidden_size": hidden_size,
+        "dtype": config.train.data.hidden_states_dtype,
+        "rows": rows,
+        "prepare": read_json(prepared) if prepared.exists() else None,
+    }
+
+
+def _room(folder: Path) -> int:
+    """Bytes that may still be written to `folder`'s disk before it is 95 % full."""
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    usage = shutil.disk_usage(existing)
+    return int(usage.free - (1 - FULL_DISK) * (usage.used + usage.free))
+
+
+def _announce(folder: Path, rows: list[int], tokens: int, token_bytes: int) -> None:
+    needed, room = tokens * token_bytes, _room(folder)
+    logger.info(f"extract: {len(rows)} rows, {tokens} tokens x {token_bytes} bytes = {needed / 1e9:.2f} GB into {folder}")
+    if needed > room:
+        raise InputError(
+            f"{folder}: the hidden states need {needed / 1e9:.2f} GB, {max(room, 0) / 1e9:.2f} GB may be written before the disk is "
+            f"{FULL_DISK:.0%} full; give another extract.hidden_states_path, fewer rows, or train with --online"
+        )
+
+
+def batches(rows: Iterable[int], lengths: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:
+    """Rows of like length together, the longest first: at most `batch_tokens` tokens with padding, or one longer row alone."""
+    batch: list[int] = []
+    for row in sorted(rows, key=lambda row: -lengths[row]):
+        if batch and lengths[batch[0]] * (len(batch) + 1) > batch_tokens:
+            yield batch
+            batch = []
+        batch.append(row)
+    if batch:
+        yield batch
+
+
+def _store_all(
+    source: OnlineStates, folder: Path, rows: list[int], lengths: Sequence[int], batch_tokens: int, token_bytes: int
+) -> None:
+    written = 0
+    with progress(total=sum(lengths[row] for row in rows), unit=" tokens", unit_scale=True, desc="extract") as bar:
+        for batch in batches(rows, lengths, batch_tokens):
+            tokens = sum(lengths[row] for row in batch)
+            if _room(folder) < tokens * token_bytes:
+                raise InputError(
+                    f"{folder}: the disk is {FULL_DISK:.0%} full after {written} of {len(rows)} rows; make room and run extract "
+                    "again, it goes on from there"
+                )
+            for row, sample in zip(batch, source.load_many(batch), strict=True):
+                write_sample(folder, row, sample)
+            written += len(batch)
+            bar.update(tokens)
+
+
+# --- does the verifier's own head, on these states, say what the verifier says? --------------------------------------------
+
+
+def check_states(samples: Sequence[HiddenStates], weights: VerifierWeights, verifier_argmax: Sequence[Tensor]) -> float:
+    """Share of positions at which head(norm(last state)) has the verifier's own most likely token.
+
+    Args:
+        weights: with norm and the whole head, the head in the dtype in which the verifier ran.
+        verifier_argmax: int64 [t] for each sample, the verifier's argmax at its first t <= T positions; -1 is not counted.
+    """
+    right = total = 0
+    for sample, expected in zip(samples, verifier_argmax, strict=True):
+        counted = expected >= 0
+        last = sample.states[: len(expected), -1][counted]
+        right += int((weights.logits(last).argmax(-1) == expected[counted]).sum())
+        total += int(counted.sum())
+    return right / max(total, 1)
+
+
+def decided_argmax(logits: Tensor, dtype: torch.dtype) -> Tensor:
+    """Argmax of logits [T, V], -1 where the runner-up is so close that rounding in the verifier's `dtype` decides."""
+    top = logits.topk(2)
+    rounding = TIE_EPS * torch.finfo(dtype).eps * logits.abs().amax(-1)
+    return torch.where(top.values[:, 0] - top.values[:, 1] > rounding, top.indices[:, 0], -1)
+
+
+class SelfCheck:
+    """Compares a few rows' states with what the verifier says about the same tokens, run whole and one row at a time."""
+
+    def __init__(self, verifier: Verifier, dataset: Dataset, trust_remote_code: bool, minimum: float) -> None:
+        self.verifier, self.dataset, self.minimum = verifier, dataset, minimum
+        step = max(len(dataset) // CHECKED_ROWS, 1)
+        self.rows = list(range(0, len(dataset), step))[:CHECKED_ROWS]
+        weights = verifier_weights(verifier.shape.path, names=("norm", "head"), trust_remote_code=trust_remote_code)
+        self.weights = replace(weights, head=weights.head.to(verifier.dtype))
+        self.prefixes = [token_ids(dataset, row)[:CHECKED_TOKENS] for row in self.rows]
+        self.logits = [verifier.logits(ids) for ids in self.prefixes]
+
+    def fresh(self) -> float:
+        """Check states computed as the run will compute them: argmax, and the logits' scale. Raises InputError."""
+        states = self.verifier.hidden_states(self.prefixes)
+        samples = [HiddenStates(token_ids=ids, states=state) for ids, state in zip(self.prefixes, states, strict=True)]
+        agreement = self._agreement(samples, "computed")
+        ours = torch.cat([self.weights.logits(state[:, -1]) for state in states])
+        theirs = torch.cat(self.logits)
+        distance = ((ours - theirs).norm() / theirs.norm()).item()
+        if not distance <= LOGIT_TOLERANCE:
+            raise InputError(
+                f"{self.verifier.shape.path}: logits from its head, norm and config are {distance:.0%} away from its own: its family "
+                f"({self.verifier.shape.model_type}) scales or caps logits in a way that is not known here"
+            )
+        return agreement
+
+    def stored(self, folder: Path) -> float:
+        """The same check on what was written. Raises InputError."""
+        n_aux = len(self.verifier.layer_ids)
+        samples = [read_sample(folder, row, token_ids(self.dataset, row), n_aux) for row in self.rows]
+        return self._agreement(samples, "stored")
+
+    def _agreement(self, samples: Sequence[HiddenStates], what: str) -> float:
+        expected = [decided_argmax(logits, self.verifier.dtype) for logits in self.logits]
+        agreement = check_states(samples, self.weights, expected)
+        if agreement < self.minimum:
+            raise InputError(
+                f"{what} hidden states give the verifier's own token at {agreement:.1%} of positions, extract.minimum_agreement is "
+                f"{self.minimum:.1%}; the last state is not the one before the final norm, or norm and head are not this verifier's"
+            )
+        return agreement

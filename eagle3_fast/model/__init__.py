@@ -1,0 +1,1 @@
+"""The draft model: its config, layers, parameters, and the unroll of training-time test."""

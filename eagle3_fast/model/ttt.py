@@ -1,0 +1,255 @@
+"""Training-time test: the draft unrolled over its own hidden states, and the loss of every step (contract, section 3).
+
+Row i at step k reads token i + k, attends to the rows of step 0 of its document up to i and to its own earlier steps, and is
+scored against the verifier at row i + k. Three pieces: `plan_rows` says which rows each step needs, `Unroll` runs the draft on
+them, `score` turns their hidden states into one loss. With teacher-forced tokens no step waits for another's logits, so all steps
+are scored by one call; with the draft's own tokens (speculators 0.3) each step is scored before the next one starts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from eagle3_fast.model.draft import Draft
+from eagle3_fast.ops import LinearDivergence, linear_divergence, ttt_attention
+from eagle3_fast.records import PackedBatch, TTTOutput
+
+BATCH_DIVISOR_FLOOR = 1e-5
+"""What speculators adds to the supervised rows of a batch before it divides by them."""
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What is trained: which tokens later steps read, what a row's loss is, and how rows are weighed."""
+
+    ttt_steps: int = 3
+    terms: dict[str, float] | None = None  # divergence weights by name; none: forward KL
+    step_loss_decay: float = 1.0
+    teacher_forced: bool = True  # false: later steps read the draft's own argmax (speculators 0.3)
+    verifier_norm: bool = True  # false: verifier rows go to its head as they are stored (speculators 0.3)
+    label_mask: bool = False  # weigh a row by the token it predicts instead of the token it reads
+
+    @property
+    def kinds(self) -> dict[str, float]:
+        return self.terms or {"kl_div": 1.0}
+
+
+@dataclass(frozen=True)
+class RowPlan:
+    """Which rows of a packed batch each step computes. K steps; all indices are rows of the batch, ascending."""
+
+    active: list[Tensor]  # rows of step k that this or a later step's loss still reaches; each is a subset of the one before
+    scored: list[Tensor]  # rows of step k whose logits are needed, by the loss or by the running-accuracy metrics
+    supervised: list[Tensor]  # bool, over `scored[k]`: the loss counts this row
+    chain_start: Tensor  # bool [S]: the row's own input token is supervised, so a chain of drafts is counted from here
+
+
+def plan_rows(batch: PackedBatch, objective: Objective) -> RowPlan:
+    """Row i at step k is supervised where the mask holds at row i + k.
+
+    Under speculators' rule the mask is that of the input token and nothing stops at a document's end; under the label rule it is
+    that of the predicted token, and rows whose label lies beyond their document count nothing.
+    """
+    size, steps = batch.input_ids.shape[0], objective.ttt_steps
+    mask = supervision(batch, objective)
+    supervised = [_ahead(mask, k) for k in range(steps)]
+    if objective.label_mask:
+        documents = batch.document_ids
+        supervised = [rows & (_ahead(documents, k, fill=-2) == documents) for k, rows in enumerate(supervised)]
+    inside = [torch.arange(size, device=mask.device) < size - k for k in range(steps)]
+    scored = [rows | (mask & inside[k]) if k < steps - 1 else rows for k, rows in enumerate(supervised)]
+    active, needed = [], torch.zeros_like(mask)
+    for rows in reversed(scored):
+        needed = needed | rows
+        active.insert(0, needed.nonzero().squeeze(1))
+    # The draft's own tokens need logits wherever a later step goes on.
+    scored_rows = [rows.nonzero().squeeze(1) for rows in scored] if objective.teacher_forced else active
+    return RowPlan(active, scored_rows, [rows[index] for rows, index in zip(supervised, scored_rows, strict=True)], mask)
+
+
+def supervision(batch: PackedBatch, objective: Objective) -> Tensor:
+    """bool [S]: the row is supervised at step 0."""
+    mask = batch.loss_mask.bool() & (batch.document_ids >= 0)
+    if not objective.label_mask:
+        return mask
+    return _ahead(mask, 1) & (_ahead(batch.document_ids, 1, fill=-2) == batch.document_ids)
+
+
+def supervised_counts(batch: PackedBatch, objective: Objective) -> Tensor:
+    """Supervised rows of each step, float32 [K]: what the loss of an optimizer step is divided by."""
+    plan = plan_rows(batch, objective)
+    return torch.stack([rows.sum() for rows in plan.supervised]).float()
+
+
+def run_ttt(draft: Draft, batch: PackedBatch, objective: Objective, divisor_K: Tensor | None = None) -> TTTOutput:
+    """Unroll and score one packed batch.
+
+    divisor_K: supervised rows of each step over the whole optimizer step; none: those of this batch, as speculators divides.
+    A batch with nothing to supervise gives loss 0 and zero gradients.
+    """
+    plan = plan_rows(batch, objective)
+    if divisor_K is None:
+        divisor_K = torch.stack([rows.sum() for rows in plan.supervised]).float() + BATCH_DIVISOR_FLOOR
+    run = _teacher_forced if objective.teacher_forced else _on_own_tokens
+    results = run(draft, batch, plan, objective, divisor_K)
+    return _summarise(batch, plan, results, objective, divisor_K)
+
+
+def _teacher_forced(
+    draft: Draft, batch: PackedBatch, plan: RowPlan, objective: Objective, divisor_K: Tensor
+) -> list[LinearDivergence]:
+    """Step k reads the data's token i + k: unroll first, then score all steps at once."""
+    unroll, steps = Unroll(draft, batch, plan), range(objective.ttt_steps)
+    head_rows = [unroll.advance(k, batch.input_ids[plan.active[k] + k]) for k in steps]
+    return score(draft, batch, plan, head_rows, steps, objective, divisor_K)
+
+
+def _on_own_tokens(
+    draft: Draft, batch: PackedBatch, plan: RowPlan, objective: Objective, divisor_K: Tensor
+) -> list[LinearDivergence]:
+    """Step k + 1 reads what the draft's head picked at step k, row by row: each step is scored before the next one starts."""
+    unroll, results = Unroll(draft, batch, plan), []
+    token_ids = batch.input_ids[plan.active[0]]
+    for k in range(objective.ttt_steps):
+        head_rows = unroll.advance(k, token_ids)
+        results += score(draft, batch, plan, [head_rows], range(k, k + 1), objective, divisor_K)
+        if k + 1 < objective.ttt_steps:
+            picked = results[k].draft_top1_M[torch.searchsorted(plan.active[k], plan.active[k + 1])]
+            token_ids = draft.verifier_id(picked)
+    return results
+
+
+def score(
+    draft: Draft,
+    batch: PackedBatch,
+    plan: RowPlan,
+    head_rows: list[Tensor],
+    steps: range,
+    objective: Objective,
+    divisor_K: Tensor,
+) -> list[LinearDivergence]:
+    """Divergences of `steps` by one call of the op; each verifier row is normed and projected once and serves every step.
+
+    head_rows: [len(plan.scored[k]), H] for each step. The loss of the call stands in the first result, zero in the others.
+    """
+    needed, target_row = torch.cat([plan.scored[k] + k for k in steps]).unique(return_inverse=True)
+    verifier_rows = batch.last_hidden_states[needed]
+    if objective.verifier_norm:
+        verifier_rows = draft.verifier_norm(verifier_rows)
+    dtype = head_rows[0].dtype
+    whole = linear_divergence(
+        torch.cat(head_rows),
+        draft.lm_head.weight.to(dtype),
+        verifier_rows.to(dtype),
+        draft.verifier_lm_head.weight.to(dtype),
+        target_row,
+        torch.cat([_row_weights(plan, k, objective, divisor_K) for k in steps]).to(torch.promote_types(dtype, torch.float32)),
+        objective.kinds,
+        draft.verifier_softcap,
+    )
+    sizes = [len(rows) for rows in head_rows]
+    per_row = {name: value.split(sizes) for name, value in vars(whole).items() if name != "loss"}
+    losses = [whole.loss, *(torch.zeros_like(whole.loss) for _ in steps[1:])]
+    return [LinearDivergence(loss, **{name: parts[at] for name, parts in per_row.items()}) for at, loss in enumerate(losses)]
+
+
+def _row_weights(plan: RowPlan, k: int, objective: Objective, divisor_K: Tensor) -> Tensor:
+    """decay^k / divisor_k where the loss counts the row, 0 where only a metric or a later step needs it."""
+    return plan.supervised[k].float() * _step_scale(k, objective, divisor_K)
+
+
+def _step_scale(k: int, objective: Objective, divisor_K: Tensor) -> Tensor:
+    return objective.step_loss_decay**k / divisor_K[k].clamp_min(BATCH_DIVISOR_FLOOR)
+
+
+class Unroll:
+    """What the steps hand on: the active rows' hidden states, keys and values of step 0, and own keys and values of later steps."""
+
+    def __init__(self, draft: Draft, batch: PackedBatch, plan: RowPlan) -> None:
+        self.draft, self.batch, self.plan = draft, batch, plan
+        layers = draft.config.transformer_layer_config
+        self.ranges = [key_ranges(batch.document_ids, layers.window(i)) for i in range(layers.num_hidden_layers)]
+        self.shared: list[tuple[Tensor, Tensor]] = []  # per layer: keys and values of step 0, all rows
+        self.own: list[list[tuple[Tensor, Tensor, Tensor]]] = [[] for _ in self.ranges]  # per layer: rows, keys, values of each step
+        self.hidden = draft.fuse(batch.aux_hidden_states)
+
+    def advance(self, k: int, token_ids: Tensor) -> Tensor:
+        """Run step k; `token_ids` are those of the active rows. Returns the rows for the head, [len(plan.scored[k]), H].
+
+        Step 0 gives keys and values of every row (later rows attend to them), so its last layer alone can be trimmed.
+        """
+        rows, batch = self.plan.active[k], self.batch
+        if k == 0:
+            attend = [partial(self._attend_first, layer, self.ranges[layer]) for layer in range(len(self.ranges))]
+            attend[-1] = partial(self._attend_first, len(self.ranges) - 1, self.ranges[-1][rows])
+            normed, self.hidden = self.draft.step(batch.input_ids, self.hidden, batch.position_ids, attend, rows)
+        else:
+            kept = torch.searchsorted(self.plan.active[k - 1], rows)
+            attend = [partial(self._attend_later, layer, rows) for layer in range(len(self.ranges))]
+            normed, self.hidden = self.draft.step(token_ids, self.hidden[kept], batch.position_ids[rows] + k, attend)
+        return normed[torch.searchsorted(rows, self.plan.scored[k])]
+
+    def _attend_first(self, layer: int, key_range_N2: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        self.shared.append((k, v))
+        return ttt_attention(q, k, v, key_range_N2, [], [], q.shape[-1] ** -0.5)
+
+    def _attend_later(self, layer: int, rows: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        self.own[layer].append((rows, k, v))
+        at = [torch.searchsorted(own_rows, rows) for own_rows, _, _ in self.own[layer]]
+        own_k = [keys[index] for index, (_, keys, _) in zip(at, self.own[layer], strict=True)]
+        own_v = [values[index] for index, (_, _, values) in zip(at, self.own[layer], strict=True)]
+        return ttt_attention(q, *self.shared[layer], self.ranges[layer][rows], own_k, own_v, q.shape[-1] ** -0.5)
+
+
+def _summarise(
+    batch: PackedBatch, plan: RowPlan, results: list[LinearDivergence], objective: Objective, divisor_K: Tensor
+) -> TTTOutput:
+    """Losses and counts of every step from the per-row results (contract, section 3.6)."""
+    size = batch.input_ids.shape[0]
+    chain = plan.chain_start
+    full, cond, marginal, term_losses, tokens = [], [], [], [], []
+    for k, (result, rows, supervised) in enumerate(zip(results, plan.scored, plan.supervised, strict=True)):
+        right = result.draft_top1_M == result.verifier_top1_M
+        cond.append(chain[: size - k].sum())
+        spread = torch.zeros(size, dtype=torch.bool, device=rows.device)
+        spread[rows] = right
+        chain = chain & spread
+        full.append((chain[rows] & supervised).sum())
+        marginal.append((right & supervised).sum())
+        term_losses.append(_step_scale(k, objective, divisor_K) * (result.terms_ME * supervised[:, None]).sum(0))
+        tokens.append(torch.full((size,), -1, device=rows.device).index_copy(0, rows, result.draft_top1_M))
+    terms_KE = torch.stack(term_losses)
+    weights_E = torch.tensor(list(objective.kinds.values()), dtype=terms_KE.dtype, device=terms_KE.device)
+    return TTTOutput(
+        loss=sum(result.loss for result in results),
+        step_losses=terms_KE @ weights_E,
+        term_losses=terms_KE,
+        full_correct=torch.stack(full),
+        supervised=torch.stack([rows.sum() for rows in plan.supervised]),
+        cond_total=torch.stack(cond),
+        marginal_correct=torch.stack(marginal),
+        draft_tokens=tuple(tokens),
+    )
+
+
+def key_ranges(document_ids_S: Tensor, window: int | None) -> Tensor:
+    """int32 [S, 2]: row i sees step-0 keys lo <= j < hi, from its document's start or the window's, up to itself.
+
+    A padding row sees itself only. Both columns are non-decreasing.
+    """
+    index = torch.arange(document_ids_S.shape[0], device=document_ids_S.device)
+    starts = torch.ones_like(index, dtype=torch.bool)
+    starts[1:] = (document_ids_S[1:] != document_ids_S[:-1]) | (document_ids_S[1:] < 0)
+    lo = torch.where(starts, index, 0).cummax(0).values
+    if window is not None:
+        lo = torch.maximum(lo, index - window + 1)
+    return torch.stack((lo, index + 1), dim=1).to(torch.int32)
+
+
+def _ahead(values_S: Tensor, k: int, fill: int = 0) -> Tensor:
+    """values[i + k], `fill` where that is beyond the end."""
+    return torch.cat((values_S[k:], values_S.new_full((min(k, values_S.shape[0]),), fill)))

@@ -1,0 +1,1 @@
+"""Stage `prepare`: chats to token rows with loss masks; with `regenerate` before it and `vocab` after it."""

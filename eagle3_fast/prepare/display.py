@@ -1,0 +1,40 @@
+"""One training row for the eye: its text with the supervised spans marked."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from io import StringIO
+from itertools import groupby
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+from transformers import PreTrainedTokenizerBase
+
+
+def show_mask(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, colour: bool | None = None) -> str:
+    """The text of a row (`input_ids` and `loss_mask` of equal length), supervised spans marked, and a line of totals.
+
+    Supervised text is green when `colour` is true and stands between ⟦ ⟧ when it is false; none: colour on a terminal.
+    """
+    ids, mask = list(row["input_ids"]), list(row["loss_mask"])
+    colour = sys.stdout.isatty() if colour is None else colour
+    text = Text()
+    for supervised, span in _spans(ids, mask):
+        piece = tokenizer.decode(span, clean_up_tokenization_spaces=False)
+        if colour:
+            text.append(piece, style="bold green" if supervised else "dim")
+        else:
+            text.append(f"⟦{piece}⟧" if supervised else piece)
+    text.append(f"\nsupervised {sum(mask)} of {len(ids)} tokens")
+    console = Console(file=StringIO(), force_terminal=colour, color_system="standard" if colour else None, soft_wrap=True)
+    with console.capture() as capture:
+        console.print(text)
+    return capture.get()
+
+
+def _spans(ids: Sequence[int], mask: Sequence[int]) -> Iterator[tuple[bool, list[int]]]:
+    """Runs of equally masked ids."""
+    for flag, run in groupby(zip(mask, ids, strict=True), key=lambda pair: pair[0]):
+        yield bool(flag), [token for _, token in run]

@@ -1,0 +1,151 @@
+"""Divergences between a draft and a verifier distribution, each given as hidden state x head. Plain PyTorch.
+
+With p = softmax(u t) (verifier, constant), q = softmax(w h) (draft), sums over the draft vocabulary:
+
+    kl_div     sum p (log p - log q)                       rkl        sum q (log q - log p)
+    jsd        KL(p | m) / 2 + KL(q | m) / 2, m = (p+q)/2  ce         -log q[argmax p], first index on ties
+    tv         1 - sum min(p, q)                           nla        -log max(sum min(p, q), 1e-5)
+    lk_hybrid  c KL(p | q) + (1 - c) TV, c = exp(-3 sum min(p, q)) held constant
+
+The names and constants are those of speculators 0.9 (contract, section 3.4). `sum min(p, q)` is the chance that speculative
+sampling accepts the draft's token (Leviathan et al. 2023, arXiv:2211.17192, theorem 3.5).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+OVERLAP_FLOOR = 1e-5
+HYBRID_SHARPNESS = 3.0
+
+
+class Distributions(NamedTuple):
+    """Draft q and verifier p of the same rows, as probabilities and logarithms, [M, V]; log-sum-exps and sum min(p, q), [M]."""
+
+    log_q: Tensor
+    log_p: Tensor
+    q: Tensor
+    p: Tensor
+    draft_lse: Tensor
+    verifier_lse: Tensor
+    overlap: Tensor
+
+
+class RowDivergences(NamedTuple):
+    """Per draft row; only `terms_ME` carries a gradient."""
+
+    terms_ME: Tensor  # one divergence per requested kind, unweighted
+    draft_top1_M: Tensor  # int64
+    verifier_top1_M: Tensor  # int64
+    overlap_M: Tensor
+    draft_lse_M: Tensor
+    verifier_lse_M: Tensor
+
+
+def linear_divergence(
+    h_MH: Tensor,
+    w_VH: Tensor,
+    t_RG: Tensor,
+    u_VG: Tensor,
+    target_row_M: Tensor,
+    row_weight_M: Tensor,
+    kinds: list[str],
+    kind_weights: list[float],
+    verifier_softcap: float = 0.0,
+) -> tuple[Tensor, RowDivergences]:
+    """Weighted sum over rows and kinds, differentiable by autograd in h and w; holds the whole [M, V] logits. See `ops`."""
+    both = distributions(logits(h_MH, w_VH), softcap(logits(t_RG, u_VG), verifier_softcap)[target_row_M])
+    rows = row_divergences(both, kinds)
+    weights = torch.tensor(kind_weights, dtype=rows.terms_ME.dtype, device=h_MH.device)
+    return (row_weight_M.to(weights.dtype) * (rows.terms_ME @ weights)).sum(), rows
+
+
+def logits(x_MH: Tensor, w_VH: Tensor) -> Tensor:
+    """x w^T in at least float32: rounding logits to bf16 puts 4 to 39 % error into the gradient (a difference of near-equal p, q)."""
+    dtype = torch.promote_types(torch.promote_types(x_MH.dtype, w_VH.dtype), torch.float32)
+    return x_MH.to(dtype) @ w_VH.to(dtype).T
+
+
+def softcap(x: Tensor, cap: float) -> Tensor:
+    """cap tanh(x / cap); x itself for cap 0 (Gemma 2, arXiv:2408.00118, section 2)."""
+    return cap * torch.tanh(x / cap) if cap else x
+
+
+def distributions(z_MV: Tensor, t_MV: Tensor) -> Distributions:
+    """Softmax of draft logits z and verifier logits t; -inf marks entries that a side cannot take."""
+    t_MV = t_MV.detach()
+    lse_z, lse_t = z_MV.logsumexp(-1), t_MV.logsumexp(-1)
+    log_q, log_p = z_MV - lse_z[:, None], t_MV - lse_t[:, None]
+    q, p = log_q.exp(), log_p.exp()
+    return Distributions(log_q, log_p, q, p, lse_z, lse_t, torch.minimum(p, q).sum(-1))
+
+
+def row_divergences(both: Distributions, kinds: list[str]) -> RowDivergences:
+    """The requested divergences of every row, and what else the same sweep yields."""
+    top1 = both.log_p.argmax(-1)
+    formulas = {
+        "kl_div": lambda: _kl(both.p, both.log_p, both.log_q),
+        "rkl": lambda: _kl(both.q, both.log_q, both.log_p),
+        "jsd": lambda: 0.5 * sum(_kl(a, log_a, _log_mean(both)) for a, log_a in ((both.p, both.log_p), (both.q, both.log_q))),
+        "ce": lambda: -both.log_q.gather(-1, top1[:, None]).squeeze(-1),
+        "tv": lambda: 1 - both.overlap,
+        "nla": lambda: -both.overlap.clamp_min(OVERLAP_FLOOR).log(),
+        "lk_hybrid": lambda: _hybrid(both, _kl(both.p, both.log_p, both.log_q), 1 - both.overlap),
+    }
+    terms = torch.stack([formulas[kind]() for kind in kinds], dim=-1)
+    lse = both.draft_lse.detach(), both.verifier_lse
+    return RowDivergences(terms, both.log_q.detach().argmax(-1), top1, both.overlap.detach(), *lse)
+
+
+def logit_gradient(both: Distributions, kinds: list[str], kind_weights: list[float]) -> Tensor:
+    """d (sum of weighted divergences of a row) / d (its draft logits), [M, V], in closed form."""
+    formulas = {
+        "kl_div": lambda: both.q - both.p,
+        "rkl": lambda: _centred(both.q, both.log_q, both.log_p),
+        "jsd": lambda: 0.5 * _centred(both.q, both.log_q, _log_mean(both)),
+        "ce": lambda: both.q - torch.zeros_like(both.q).scatter_(-1, both.log_p.argmax(-1, keepdim=True), 1.0),
+        "tv": lambda: _tv_gradient(both),
+        "nla": lambda: _tv_gradient(both) * (both.overlap >= OVERLAP_FLOOR)[:, None] / both.overlap.clamp_min(OVERLAP_FLOOR)[:, None],
+        "lk_hybrid": lambda: _hybrid(both, both.q - both.p, _tv_gradient(both)),
+    }
+    total = torch.zeros_like(both.q)
+    for kind, weight in zip(kinds, kind_weights, strict=True):
+        total.add_(formulas[kind](), alpha=weight)
+    return total
+
+
+def _kl(a: Tensor, log_a: Tensor, log_b: Tensor) -> Tensor:
+    """sum a (log a - log b) per row; entries with a = 0 add nothing and pass no gradient, even where a logarithm is -inf."""
+    return (a * _log_ratio(a, log_a, log_b)).sum(-1)
+
+
+def _centred(q: Tensor, log_q: Tensor, log_b: Tensor) -> Tensor:
+    """d KL(q | b) / d logits of q: q (log q - log b - KL)."""
+    ratio = _log_ratio(q, log_q, log_b)
+    return q * (ratio - (q * ratio).sum(-1, keepdim=True))
+
+
+def _log_ratio(a: Tensor, log_a: Tensor, log_b: Tensor) -> Tensor:
+    return torch.where(a > 0, log_a, 0.0) - torch.where(a > 0, log_b, 0.0)
+
+
+def _log_mean(both: Distributions) -> Tensor:
+    """log((p + q) / 2), finite wherever one of them is."""
+    return torch.logaddexp(both.log_p, both.log_q) - math.log(2.0)
+
+
+def _tv_gradient(both: Distributions) -> Tensor:
+    """d (1 - sum min(p, q)) / d logits of q, the subgradient that takes q at ties."""
+    below = torch.where(both.q <= both.p, both.q, 0.0)
+    return both.q * below.sum(-1, keepdim=True) - below
+
+
+def _hybrid(both: Distributions, kl: Tensor, tv: Tensor) -> Tensor:
+    """c kl + (1 - c) tv for values [M] or gradients [M, V]; c is held constant."""
+    share = torch.exp(-HYBRID_SHARPNESS * both.overlap.detach())
+    share = share if kl.ndim == 1 else share[:, None]
+    return share * kl + (1 - share) * tv

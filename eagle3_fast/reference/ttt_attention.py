@@ -1,0 +1,111 @@
+"""Attention of the training-time test: one contiguous range of shared keys per query, plus the query's own later keys. Plain PyTorch.
+
+For query row i of group g:  out = softmax([scale q.k_j for lo <= j < hi] + [scale q.own_k_s[i] for each step s]) [v_j ..., own_v_s[i] ...]
+(EAGLE-3, Li et al. 2025, arXiv:2503.01840, figure 6: the diagonal blocks of the training-time test mask.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+QUERY_BLOCK = 256
+"""Queries handled together. Ranges are monotone, so a block needs only the keys between its first `lo` and its last `hi`."""
+
+
+def ttt_attention(
+    q_NQD: Tensor, k_TKD: Tensor, v_TKD: Tensor, key_range_N2: Tensor, own_k: list[Tensor], own_v: list[Tensor], scale: float
+) -> Tensor:
+    """Output [N, Q, D] in q's dtype, computed in at least float32; differentiable by autograd. See `ops`."""
+    outputs = [q_NQD.new_empty(0, q_NQD.shape[1], v_TKD.shape[-1])]
+    for rows, keys in query_blocks(key_range_N2):
+        weights = _weights(q_NQD[rows], k_TKD[keys], key_range_N2[rows] - keys.start, [k[rows] for k in own_k], scale)
+        out = _weighted_values(weights, v_TKD[keys], [v[rows] for v in own_v])
+        outputs.append(_rows_first(out).to(q_NQD.dtype))
+    return torch.cat(outputs)
+
+
+def query_blocks(key_range_N2: Tensor) -> Iterator[tuple[slice, slice]]:
+    """Slices of query rows and of all the keys that any row of the slice sees."""
+    for start in range(0, key_range_N2.shape[0], QUERY_BLOCK):
+        rows = slice(start, min(start + QUERY_BLOCK, key_range_N2.shape[0]))
+        first, last = int(key_range_N2[rows, 0].min()), int(key_range_N2[rows, 1].max())
+        yield rows, slice(first, max(first, last))
+
+
+def ttt_attention_backward(
+    grad_out: Tensor,
+    q_NQD: Tensor,
+    k_TKD: Tensor,
+    v_TKD: Tensor,
+    key_range_N2: Tensor,
+    own_k: list[Tensor],
+    own_v: list[Tensor],
+    scale: float,
+) -> list[Tensor]:
+    """Gradients of q, k, v, own keys and own values, in closed form; attention weights are computed again, block by block.
+
+    With weights P, dP = dO V^T and delta = rowsum(dO O): dS = P (dP - delta) (Dao 2023, arXiv:2307.08691, algorithm 2).
+    """
+    wide = torch.promote_types(q_NQD.dtype, torch.float32)
+    grad_q, grad_k, grad_v = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (q_NQD, k_TKD, v_TKD))
+    grad_own_k, grad_own_v = ([torch.zeros(x.shape, dtype=wide, device=x.device) for x in own] for own in (own_k, own_v))
+    groups = k_TKD.shape[1]
+    for rows, keys in query_blocks(key_range_N2):
+        q, grad = _grouped(q_NQD[rows], groups), _grouped(grad_out[rows], groups)
+        weights = _weights(q_NQD[rows], k_TKD[keys], key_range_N2[rows] - keys.start, [k[rows] for k in own_k], scale)
+        shared, own = weights.split([keys.stop - keys.start, len(own_k)], dim=-1)
+        grad_shared = grad @ v_TKD[keys].to(wide).permute(1, 2, 0)[:, None]
+        grad_own = [(grad * _own(v[rows], wide)).sum(-1, keepdim=True) for v in own_v]
+        grad_weights = torch.cat([grad_shared, *grad_own], dim=-1)
+        grad_scores = scale * weights * (grad_weights - (grad_weights * weights).sum(-1, keepdim=True))
+        score_shared, score_own = grad_scores.split([keys.stop - keys.start, len(own_k)], dim=-1)
+        block_q = score_shared @ k_TKD[keys].to(wide).permute(1, 0, 2)[:, None]
+        grad_k[keys] += (score_shared.mT @ q).sum(1).transpose(0, 1)
+        grad_v[keys] += (shared.mT @ grad).sum(1).transpose(0, 1)
+        for step in range(len(own_k)):
+            block_q = block_q + score_own[..., step, None] * _own(own_k[step][rows], wide)
+            grad_own_k[step][rows] = (score_own[..., step, None] * q).sum(1).transpose(0, 1)
+            grad_own_v[step][rows] = (own[..., step, None] * grad).sum(1).transpose(0, 1)
+        grad_q[rows] = _rows_first(block_q)
+    return [x.to(q_NQD.dtype) for x in (grad_q, grad_k, grad_v, *grad_own_k, *grad_own_v)]
+
+
+def _weights(q: Tensor, k: Tensor, key_range: Tensor, own_k: list[Tensor], scale: float) -> Tensor:
+    """Softmax over shared and own keys, [K, Q/K, N, T + steps]; a row that sees nothing gets zeros, and passes no gradient."""
+    grouped = _grouped(q, k.shape[1]) * scale
+    index = torch.arange(k.shape[0], device=k.device)
+    hidden = (index < key_range[:, :1]) | (index >= key_range[:, 1:])
+    shared = (grouped @ k.to(grouped.dtype).permute(1, 2, 0)[:, None]).masked_fill(hidden, float("-inf"))
+    scores = torch.cat([shared, *((grouped * _own(own, grouped.dtype)).sum(-1, keepdim=True) for own in own_k)], dim=-1)
+    if scores.shape[-1] == 0:
+        return scores
+    empty = scores.isneginf().all(-1, keepdim=True)
+    return scores.masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0)
+
+
+def _weighted_values(weights: Tensor, v: Tensor, own_v: list[Tensor]) -> Tensor:
+    shared, own = weights.split([v.shape[0], len(own_v)], dim=-1)
+    out = shared @ v.to(weights.dtype).permute(1, 0, 2)[:, None]
+    for step, value in enumerate(own_v):
+        out = out + own[..., step, None] * _own(value, weights.dtype)
+    return out
+
+
+def _grouped(x_NQD: Tensor, groups: int) -> Tensor:
+    """[N, Q, D] as [K, Q/K, N, D] in at least float32: the query heads that share a key-value head side by side."""
+    n, heads, width = x_NQD.shape
+    wide = torch.promote_types(x_NQD.dtype, torch.float32)
+    return x_NQD.to(wide).reshape(n, groups, heads // groups, width).permute(1, 2, 0, 3)
+
+
+def _rows_first(x: Tensor) -> Tensor:
+    """[K, Q/K, N, D] back to [N, Q, D]."""
+    return x.permute(2, 0, 1, 3).flatten(1, 2)
+
+
+def _own(x_NKD: Tensor, dtype: torch.dtype) -> Tensor:
+    """[N, K, D] as [K, 1, N, D]."""
+    return x_NKD.to(dtype).transpose(0, 1)[:, None]

@@ -1,0 +1,1 @@
+"""Checks that users can run on their own machine."""

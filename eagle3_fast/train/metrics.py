@@ -1,0 +1,103 @@
+"""Numbers about a training run: per-step accuracies, simulated acceptance length, and where they are written.
+
+Three accuracies of step k are easily confused. *marginal*: right at step k, whatever came before. *full* (speculators' name): right at
+steps 0..k, a joint probability. *conditional*: right at step k given right before, the one that papers report; the product of the
+first k + 1 conditionals is the chance that k + 1 drafts are all accepted. tau = 1 + sum of those products: tokens per verifier
+pass, the verifier's own token included; nothing accepted gives 1.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eagle3_fast.records import TTTOutput
+
+S3_COUNT_FLOOR = 1e-5
+"""What speculators 0.3 adds to the denominators of its accuracies."""
+
+
+@dataclass
+class Totals:
+    """Sums over batches and ranks; divided only when read."""
+
+    sums: dict[str, Tensor] = field(default_factory=dict)
+    tokens: int = 0
+    skipped: list[str] = field(default_factory=list)
+
+    def add(self, output: TTTOutput, tokens: int, skipped: tuple[str, ...] = ()) -> None:
+        for name in ("step_losses", "full_correct", "supervised", "cond_total", "marginal_correct"):
+            value = getattr(output, name).detach().double()
+            self.sums[name] = self.sums.get(name, torch.zeros_like(value)) + value
+        self.tokens += tokens
+        self.skipped += skipped
+
+    def summary(self) -> dict[str, float]:
+        """Rates of every step, tau, and counts. A rate without any case is left out rather than reported as 0."""
+        result: dict[str, float] = {"loss": float(self.sums["step_losses"].sum())}
+        full, supervised, marginal, cond = (self.sums[n].tolist() for n in ("full_correct", "supervised", "marginal_correct", "cond_total"))
+        for k, loss in enumerate(self.sums["step_losses"].tolist()):
+            result[f"loss_{k}"] = loss
+            _put(result, f"marginal_acc_{k}", marginal[k], supervised[k])
+            _put(result, f"full_acc_{k}", full[k], supervised[k])
+            _put(result, f"cond_acc_{k}", full[k], cond[k])
+        result["tau"] = acceptance_length([result.get(f"cond_acc_{k}", 0.0) for k in range(len(full))])
+        result["supervised_tokens"] = supervised[0]
+        return result
+
+
+def _put(result: dict[str, float], name: str, part: float, whole: float) -> None:
+    if whole:
+        result[name] = part / whole
+
+
+def acceptance_length(conditional: list[float]) -> float:
+    """tau: 1 + the sum of running products of conditional accuracies (the verifier's own token is counted)."""
+    return 1.0 + sum(math.prod(conditional[: k + 1]) for k in range(len(conditional)))
+
+
+def speculators_metrics(output: TTTOutput, kinds: list[str], ratios: bool) -> dict[str, float]:
+    """The metrics of a batch under speculators' names: `X_sum` and `X_total` (0.9), or ratios (0.3, `ratios` true)."""
+    pairs: dict[str, tuple[float, float]] = {"loss": (float(output.loss.detach()), 1.0)}
+    for k in range(len(output.step_losses)):
+        right = float(output.full_correct[k])
+        pairs[f"full_acc_{k}"] = right, float(output.supervised[k])
+        pairs[f"cond_acc_{k}"] = right, float(output.cond_total[k])
+        pairs[f"loss_{k}"] = float(output.step_losses[k]), 1.0
+        if len(kinds) > 1:
+            for name, value in zip(kinds, output.term_losses[k].tolist(), strict=True):
+                pairs[f"{name}_loss_{k}"] = value, 1.0
+    if ratios:
+        return {name: part / (whole + S3_COUNT_FLOOR) if "acc" in name else part for name, (part, whole) in pairs.items()}
+    return {f"{name}_{end}": value for name, pair in pairs.items() for end, value in zip(("sum", "total"), pair, strict=True)}
+
+
+class MetricsWriter:
+    """Appends one JSON object a line to `metrics.jsonl`; to TensorBoard as well where a folder for it is given."""
+
+    def __init__(self, path: Path, tensorboard: Path | None = None) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.file = path.open("a", encoding="utf-8")
+        self.board = None
+        if tensorboard is not None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.board = SummaryWriter(str(tensorboard))
+
+    def write(self, step: int, values: dict[str, Any]) -> None:
+        self.file.write(json.dumps({"global_step": step, **values}) + "\n")
+        self.file.flush()
+        for name, value in values.items():
+            if self.board is not None and isinstance(value, int | float):
+                self.board.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self.file.close()
+        if self.board is not None:
+            self.board.close()
