@@ -112,9 +112,17 @@ class TrainerSection(Section):
     epochs: int = Field(20, ge=1)
     save_path: str = "./output/checkpoints"
     max_steps: int | None = Field(None, ge=1)
-    checkpoint_freq: int = Field(1, ge=1, description="save every so many epochs")
+    checkpoint_freq: float = Field(1.0, gt=0, description="epochs between checkpoints; below 1, a share of an epoch")
     no_resume_from_checkpoint: bool = False
     log_freq: int = Field(1, ge=1, description="write metrics every so many optimizer steps")
+
+
+    @field_validator("checkpoint_freq")
+    @classmethod
+    def _whole_epochs(cls, value: float) -> float:
+        if value > 1 and value != int(value):
+            raise ValueError(f"above 1 it must be a whole number of epochs, not {value}")
+        return value
 
 
 class LoggingSection(Section):

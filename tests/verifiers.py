@@ -111,7 +111,7 @@ def toy_glm5(path: Path, *, seed: int = 0, **overrides: Any) -> Path:
         "qk_nope_head_dim": 8,
         "qk_rope_head_dim": 8,
         "v_head_dim": 8,
-        "index_topk": 8,
+        "index_topk": 64,  # above the tests' lengths: ties of the indexer's relu scores would make it depend on the batch shape
         "index_head_dim": 16,
         "index_n_heads": 2,
     }

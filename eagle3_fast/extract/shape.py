@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, StrictDataclassError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -104,7 +104,7 @@ def load_config(folder: Path, trust_remote_code: bool = False) -> PreTrainedConf
         )
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError, StrictDataclassError) as error:
         raise InputError(f"{folder}/config.json cannot be used: {' '.join(str(error).split())}") from None
 
 
@@ -115,7 +115,9 @@ def model_class(config: PreTrainedConfig) -> Any:
         return AutoModelForCausalLM
     if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING or "AutoModelForImageTextToText" in remote:
         return AutoModelForImageTextToText
-    raise InputError(f"{config.model_type}: transformers has no language model with a head for it; take a text-generation verifier")
+    raise InputError(
+        f"{config.model_type}: transformers has no language model with a head for it; take a text-generation verifier"
+    )
 
 
 def text_decoder(model: PreTrainedModel) -> tuple[nn.Module, nn.ModuleList]:
@@ -200,7 +202,9 @@ def _measured_norm(norm: nn.Module, width: int, config_eps: float | None) -> tup
             for kind, gain in gains.items():
                 if torch.allclose(norm(rows), normed * gain, rtol=1e-3):
                     return eps, kind
-    raise InputError(f"the verifier's final norm, {type(norm).__name__}, is no RMSNorm: EAGLE-3 drafts cannot follow this family")
+    raise InputError(
+        f"the verifier's final norm, {type(norm).__name__}, is no RMSNorm: EAGLE-3 drafts cannot follow this family"
+    )
 
 
 def _logit_scale(text: PreTrainedConfig) -> float:

@@ -9,9 +9,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import pyarrow.compute as pc
 import torch
-from datasets import Dataset, load_from_disk
+from datasets import Dataset
 from torch import Tensor
 
 from eagle3_fast.config import RunConfig
@@ -22,6 +21,7 @@ from eagle3_fast.extract.verifier import Verifier, checked_layer_ids
 from eagle3_fast.extract.weights import VerifierWeights, verifier_fingerprint, verifier_shape, verifier_weights
 from eagle3_fast.files import read_json
 from eagle3_fast.log import logger, progress
+from eagle3_fast.prepare.dataset import open_prepared, validate_ids
 from eagle3_fast.records import HiddenStates
 
 FULL_DISK = 0.95
@@ -29,8 +29,6 @@ FULL_DISK = 0.95
 CHECKED_ROWS = 8
 CHECKED_TOKENS = 128
 """The self-check looks at the first tokens of rows spread evenly over the dataset."""
-TIE_EPS = 8
-"""Logits closer than so many roundings are a tie: batches of other shapes take other kernels, which round elsewhere."""
 LOGIT_TOLERANCE = 0.1
 """Relative distance (root mean square) of logits from the verifier's own. bfloat16 stays below 0.02; a wrong scale is beyond 0.5."""
 
@@ -59,11 +57,12 @@ def extract(config: RunConfig) -> ExtractSummary:
     """
     started = time.monotonic()
     section, folder = config.train.verifier, config.hidden_states_path
-    dataset, lengths = open_rows(config.train.data.data_path)
+    dataset = open_prepared(config.train.data.data_path)
+    lengths = list(dataset["seq_len"])
     shape = verifier_shape(section.verifier_name_or_path, section.trust_remote_code)
     layer_ids = checked_layer_ids(config.train.draft.target_layer_ids, shape.num_hidden_layers)
     dtype: torch.dtype = getattr(torch, config.train.data.hidden_states_dtype)
-    _check_vocabulary(dataset, shape.vocab_size)
+    validate_ids(dataset, shape.vocab_size)
     manifest = _manifest(config, layer_ids, shape.hidden_size, len(dataset))
     check_manifest(folder, {key: value for key, value in manifest.items() if key != "verifier"})
 
@@ -89,38 +88,10 @@ def extract(config: RunConfig) -> ExtractSummary:
     return summary
 
 
-def open_rows(data_path: str | Path) -> tuple[Dataset, list[int]]:
-    """The prepared Arrow folder and its `seq_len` column. Raises InputError when it is not one."""
-    try:
-        dataset = load_from_disk(str(data_path))
-    except FileNotFoundError:
-        raise InputError(f"{data_path}: holds no prepared data; run prepare, or correct train.data.data_path") from None
-    if not isinstance(dataset, Dataset) or not {"input_ids", "seq_len"} <= set(dataset.column_names):
-        raise InputError(f"{data_path}: is a `datasets` folder without the columns input_ids and seq_len; run prepare")
-    if len(dataset) == 0:
-        raise InputError(f"{data_path}: holds no rows; look at what prepare dropped")
-    return dataset, dataset.with_format("arrow")[:]["seq_len"].to_pylist()
-
-
-def _check_vocabulary(dataset: Dataset, vocab_size: int) -> None:
-    """Raise InputError for the first row with a token id that the verifier does not have."""
-    row = 0
-    for chunk in dataset.with_format("arrow")[:]["input_ids"].chunks:
-        bounds = pc.min_max(chunk.flatten()).as_py()
-        if bounds["min"] is not None and (bounds["min"] < 0 or bounds["max"] >= vocab_size):
-            for offset, ids in enumerate(chunk):
-                bad = [token for token in ids.as_py() if not 0 <= token < vocab_size]
-                if bad:
-                    raise InputError(
-                        f"row {row + offset} of the prepared data has token id {bad[0]}, the verifier's vocabulary is "
-                        f"0..{vocab_size - 1}; prepare with this verifier's tokenizer"
-                    )
-        row += len(chunk)
-
-
 def _manifest(config: RunConfig, layer_ids: list[int], hidden_size: int, rows: int) -> dict[str, Any]:
     path = config.train.verifier.verifier_name_or_path
-    prepared = Path(config.train.data.data_path) / "prepare.json"
+    prepare_json = Path(config.train.data.data_path) / "prepare.json"  # absent beside rows of speculators
+    prepared = read_json(prepare_json) if prepare_json.exists() else {}
     return {
         "verifier": path,
         "verifier_fingerprint": verifier_fingerprint(path),
@@ -128,7 +99,8 @@ def _manifest(config: RunConfig, layer_ids: list[int], hidden_size: int, rows: i
         "hidden_size": hidden_size,
         "dtype": config.train.data.hidden_states_dtype,
         "rows": rows,
-        "prepare": read_json(prepared) if prepared.exists() else None,
+        "prepare_key": prepared.get("key"),
+        "tokenizer": prepared.get("tokenizer"),
     }
 
 
@@ -199,9 +171,9 @@ def check_states(samples: Sequence[HiddenStates], weights: VerifierWeights, veri
 
 
 def decided_argmax(logits: Tensor, dtype: torch.dtype) -> Tensor:
-    """Argmax of logits [T, V], -1 where the runner-up is so close that rounding in the verifier's `dtype` decides."""
+    """Argmax of logits [T, V], -1 where the runner-up is within rounding: batches of other shapes round elsewhere in `dtype`."""
     top = logits.topk(2)
-    rounding = TIE_EPS * torch.finfo(dtype).eps * logits.abs().amax(-1)
+    rounding = torch.finfo(dtype).eps * logits.abs().amax(-1)
     return torch.where(top.values[:, 0] - top.values[:, 1] > rounding, top.indices[:, 0], -1)
 
 

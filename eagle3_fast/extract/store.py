@@ -87,7 +87,9 @@ def _check_header(path: Path, file: Any, expected_ids: Tensor, n_aux: int) -> No
         raise SampleError(str(path), f"hidden_states has shape {shape}, must be [tokens, layers, hidden size]")
     _check_rows(path, shape[0], len(ids))
     if len(ids) != len(expected_ids):
-        raise SampleError(str(path), f"is of {len(ids)} tokens, the dataset's row has {len(expected_ids)}; prepare and extract again")
+        raise SampleError(
+            str(path), f"is of {len(ids)} tokens, the dataset's row has {len(expected_ids)}; prepare and extract again"
+        )
     if not torch.equal(ids, expected_ids):
         at = int((ids != expected_ids).nonzero()[0])
         raise SampleError(
@@ -95,7 +97,8 @@ def _check_header(path: Path, file: Any, expected_ids: Tensor, n_aux: int) -> No
         )
     if shape[1] != n_aux + 1:
         raise SampleError(
-            str(path), f"holds {shape[1]} layers, {n_aux} aux layers and the last one make {n_aux + 1}; correct target_layer_ids"
+            str(path),
+            f"holds {shape[1]} layers, {n_aux} aux layers and the last one make {n_aux + 1}; correct target_layer_ids",
         )
 
 
@@ -105,7 +108,9 @@ def _check_rows(path: Path, states: int, ids: int) -> None:
 
 
 def _check_finite(path: Path, states: Tensor) -> None:
-    if states.numel() and not torch.isfinite(torch.stack(states.aminmax())).all():  # aminmax hands on NaN; no copy of the states
+    if (
+        states.numel() and not torch.isfinite(torch.stack(states.aminmax())).all()
+    ):  # aminmax hands on NaN; no copy of the states
         at = int((~states.isfinite()).flatten(1).any(1).nonzero()[0])
         raise SampleError(
             str(path),
@@ -130,4 +135,6 @@ def check_manifest(folder: str | Path, expected: dict[str, Any]) -> None:
         return
     other = [f"{key} is {stored.get(key)!r}, now {value!r}" for key, value in expected.items() if stored.get(key) != value]
     if other:
-        raise InputError(f"{folder}: was extracted with other settings ({'; '.join(other)}); give another hidden_states_path or delete it")
+        raise InputError(
+            f"{folder}: was extracted with other settings ({'; '.join(other)}); give another hidden_states_path or delete it"
+        )

@@ -28,7 +28,7 @@ def default_layer_ids(num_layers: int) -> list[int]:
     if not 0 <= ids[0] < ids[1] < ids[2]:
         raise InputError(
             f"a verifier of {num_layers} layers is too shallow for the default aux layers {ids}; "
-            "give train.draft.target_layer_ids yourself, for example [1, 2]"
+            f"give train.draft.target_layer_ids yourself, for example {sorted({1, num_layers // 2, num_layers - 1})}"
         )
     return ids
 
@@ -114,7 +114,9 @@ class Verifier:
         """An empty cache for `forward_cached` that `crop` can shorten. Raises InputError for verifiers with recurrent layers."""
         kinds = getattr(self.config, "layer_types", None) or []
         if any(word in kind for kind in kinds for word in UNCROPPABLE):
-            raise InputError(f"{self.shape.path}: has recurrent layers ({', '.join(sorted(set(kinds)))}), which cannot take tokens back")
+            raise InputError(
+                f"{self.shape.path}: has recurrent layers ({', '.join(sorted(set(kinds)))}), which cannot take tokens back"
+            )
         cache = DynamicCache(config=self.config)
         if not hasattr(cache, "activate_past_recording"):  # transformers before 5.2x: only full layers can be cropped
             return DynamicCache()

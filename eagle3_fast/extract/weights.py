@@ -119,7 +119,9 @@ def _head(checkpoint: Checkpoint, shape: VerifierShape, rows: Tensor | None, tie
 def _warn_if_other(tied: Tensor, stored: Tensor, name: str) -> None:
     difference = (tied.float() - stored.float()).abs().max().item()
     if difference > 0:
-        logger.warning(f"{name} differs from the embedding by up to {difference:.3g}, but the config ties them: the embedding is used")
+        logger.warning(
+            f"{name} differs from the embedding by up to {difference:.3g}, but the config ties them: the embedding is used"
+        )
 
 
 def _matrix(checkpoint: Checkpoint, shape: VerifierShape, stem: str, rows: Tensor | None) -> Tensor:
@@ -127,12 +129,16 @@ def _matrix(checkpoint: Checkpoint, shape: VerifierShape, stem: str, rows: Tenso
     name = next(n for n in (f"{stem}.weight", f"{stem}.weight_packed") if n in checkpoint.files)
     height = checkpoint.shape(name)[0]
     if height != shape.vocab_size:
-        raise InputError(f"{shape.path}: {name} has {height} rows, config.json says vocab_size {shape.vocab_size}; correct the config")
+        raise InputError(
+            f"{shape.path}: {name} has {height} rows, config.json says vocab_size {shape.vocab_size}; correct the config"
+        )
     if rows is not None and len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < height:
         raise InputError(f"{shape.path}: rows {int(rows.min())}..{int(rows.max())} of {name} asked for, it has {height}")
     matrix = read_rows(checkpoint, stem, rows)
     if matrix.ndim != 2 or matrix.shape[1] != shape.hidden_size:
-        raise InputError(f"{shape.path}: {name} gives shape {tuple(matrix.shape)}, config.json says hidden_size {shape.hidden_size}")
+        raise InputError(
+            f"{shape.path}: {name} gives shape {tuple(matrix.shape)}, config.json says hidden_size {shape.hidden_size}"
+        )
     return matrix
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+import torch
+
 from eagle3_fast.errors import InputError
 from eagle3_fast.log import say_once
 
@@ -16,6 +18,11 @@ def select(impl: str) -> None:
     global _selected
     _check(impl)
     _selected = impl
+
+
+def full_precision(device_type: str) -> torch.autocast:
+    """Autocast off: an op chooses the precision of its own products, whatever the model around it runs in."""
+    return torch.autocast(device_type, enabled=False)
 
 
 def resolve(op: str, device_type: str) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eagle3_fast.ops._dispatch import resolve
+from eagle3_fast.ops._dispatch import full_precision, resolve
 from eagle3_fast.reference import linear_divergence as reference
 
 ROW_BLOCK = 1024
@@ -57,9 +57,11 @@ def linear_divergence(
     _validate(h_MH, w_VH, t_RG, u_VG, target_row_M, row_weight_M, kinds)
     resolve("linear_divergence", h_MH.device.type)
     names, weights = ",".join(kinds), list(kinds.values())
-    loss, *rows, _, _ = torch.ops.eagle3_fast.linear_divergence(
-        h_MH, w_VH, t_RG, u_VG, target_row_M, row_weight_M, names, weights, verifier_softcap, *_gradients_wanted(h_MH, w_VH)
-    )
+    gradients = _gradients_wanted(h_MH, w_VH)
+    with full_precision(h_MH.device.type):
+        loss, *rows, _, _ = torch.ops.eagle3_fast.linear_divergence(
+            h_MH, w_VH, t_RG, u_VG, target_row_M, row_weight_M, names, weights, verifier_softcap, *gradients
+        )
     return LinearDivergence(loss, *(value.detach() for value in rows))
 
 

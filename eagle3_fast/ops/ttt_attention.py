@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eagle3_fast.ops._dispatch import resolve
+from eagle3_fast.ops._dispatch import full_precision, resolve
 from eagle3_fast.reference import ttt_attention as reference
 
 
@@ -35,7 +35,8 @@ def ttt_attention(
     """
     _validate(q_NQD, k_TKD, v_TKD, key_range_N2, own_k, own_v)
     resolve("ttt_attention", q_NQD.device.type)
-    return torch.ops.eagle3_fast.ttt_attention(q_NQD, k_TKD, v_TKD, key_range_N2, own_k, own_v, scale)
+    with full_precision(q_NQD.device.type):
+        return torch.ops.eagle3_fast.ttt_attention(q_NQD, k_TKD, v_TKD, key_range_N2, own_k, own_v, scale)
 
 
 @torch.library.custom_op("eagle3_fast::ttt_attention", mutates_args=())
@@ -71,7 +72,8 @@ def _save_inputs(ctx: Any, inputs: tuple, output: Tensor) -> None:
 def _differentiate(ctx: Any, grad_out: Tensor) -> tuple:
     q, k, v, key_range, *own = ctx.saved_tensors
     steps = len(own) // 2
-    gradients = torch.ops.eagle3_fast.ttt_attention_backward(grad_out, q, k, v, key_range, own[:steps], own[steps:], ctx.scale)
+    with full_precision(q.device.type):
+        gradients = torch.ops.eagle3_fast.ttt_attention_backward(grad_out, q, k, v, key_range, own[:steps], own[steps:], ctx.scale)
     return *gradients[:3], None, gradients[3 : 3 + steps], gradients[3 + steps :], None
 
 

@@ -9,7 +9,8 @@ Row forms, recognised by their keys:
     prompt, instruction or question, with or without response, completion, answer or output
     input_ids + loss_mask: already tokenized, passed through
 
-A file that cannot be read is an `InputError`; a row that cannot be used is an `Unusable` with its reason, for the caller to count.
+A file that cannot be read is an `InputError`; a row that cannot be used is an `Unusable` with its reason, for the caller to
+count.
 """
 
 from __future__ import annotations
@@ -88,8 +89,8 @@ def _raw_rows(paths: list[str]) -> Iterator[tuple[str, Any]]:
     """(file:row, row) of every file; rows count from 1, and in JSONL they are line numbers."""
     readers = {".json": _json, ".jsonl": _jsonl, ".parquet": _parquet}
     for path in paths:
-        root = data_files(path)[0]
-        reader = _arrow if Path(path).is_dir() else readers.get(root.suffix)
+        data_files(path)
+        reader = _arrow if Path(path).is_dir() else readers.get(Path(path).suffix)
         if reader is None:
             raise InputError(f"{path}: unknown kind of data file; known: .json, .jsonl, .parquet, datasets folders")
         for number, row in reader(Path(path)):
@@ -233,4 +234,6 @@ def _part(part: Any) -> str:
         return part
     if isinstance(part, dict) and isinstance(part.get("text"), str) and part.get("type", "text") == "text":
         return part["text"]
-    raise RowError(f"has a content part of type {part.get('type')!r}" if isinstance(part, dict) else "has a content part without type")
+    raise RowError(
+        f"has a content part of type {part.get('type')!r}" if isinstance(part, dict) else "has a content part without type"
+    )

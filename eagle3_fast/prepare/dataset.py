@@ -37,7 +37,9 @@ def open_prepared(data_path: str | os.PathLike[str]) -> datasets.Dataset:
         raise InputError(f"{path}: its rows cannot be read ({' '.join(str(error).split())}); run `prepare` again") from None
     missing = [name for name in FEATURES if name not in rows.column_names]
     if missing:
-        raise InputError(f"{path}: lacks the columns {', '.join(missing)}; it has {', '.join(rows.column_names)}; run `prepare` again")
+        raise InputError(
+            f"{path}: lacks the columns {', '.join(missing)}; it has {', '.join(rows.column_names)}; run `prepare` again"
+        )
     for name in ("input_ids", "loss_mask"):
         kind = getattr(getattr(rows.features[name], "feature", None), "dtype", None)
         if kind not in ("int32", "int64"):

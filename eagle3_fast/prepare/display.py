@@ -22,7 +22,7 @@ def show_mask(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, colour
     colour = sys.stdout.isatty() if colour is None else colour
     text = Text()
     for supervised, span in _spans(ids, mask):
-        piece = tokenizer.decode(span, clean_up_tokenization_spaces=False)
+        piece = str(tokenizer.decode(span, clean_up_tokenization_spaces=False))
         if colour:
             text.append(piece, style="bold green" if supervised else "dim")
         else:

@@ -1,30 +1,34 @@
 """The verifier answers the prompts itself, so that the draft trains on text that the verifier writes.
 
-Every user turn is answered in sequence, each with the verifier's own earlier replies before it. Finished batches are appended to
-`<output>.partial`; when all are done the rows go to `output` in prompt order. A kill loses at most the batch in work: batches are
-cut from all prompts whether answered or not and each has its own seed, so a resumed run writes the same text.
+Every user turn is answered in sequence, each with the verifier's own earlier replies before it. Finished batches are appended
+to `<output>.partial`; when all are done the rows go to `output` in prompt order. A kill loses at most the batch in work: batches
+are cut from all prompts whether answered or not and each has its own seed, so a resumed run writes the same text.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from eagle3_fast.config import RegenerateSection, RunConfig, VerifierSection
 from eagle3_fast.errors import InputError
+from eagle3_fast.extract.shape import load_config, local_folder, model_class
+from eagle3_fast.extract.weights import verifier_fingerprint
 from eagle3_fast.files import read_json, write_json, written_aside
 from eagle3_fast.log import logger, progress
-from eagle3_fast.prepare.conversations import Conversation, read_rows
-from eagle3_fast.prepare.tokenizer import load_tokenizer, local_folder, tokenizer_hash
+from eagle3_fast.prepare.conversations import read_rows
+from eagle3_fast.prepare.tokenizer import load_tokenizer, stop_ids, tokenizer_hash
+from eagle3_fast.records import Conversation
 
 WINDOW = 16  # batches that are sorted together by prompt length, so that a batch pads little
 
@@ -42,7 +46,10 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Reply:
-    """What the verifier wrote after one generation prompt. `finish_reason`: stop, length (no room or limit) or empty."""
+    """What the verifier wrote after one generation prompt.
+
+    `finish_reason`: "stop", "length" (cut at the limit), "empty reply" or "prompt too long".
+    """
 
     text: str
     finish_reason: str
@@ -121,13 +128,14 @@ def batches(prompts: list[Prompt], batch_size: int) -> Iterator[list[Prompt]]:
 def _settings(config: RunConfig, prompts: list[Prompt]) -> dict[str, Any]:
     """Everything that decides the text of the replies."""
     section, verifier = config.regenerate, config.train.verifier.verifier_name_or_path
+    unused = {"batch_size"} if section.temperature == 0 else set()  # free to change after running out of memory
     text = json.dumps([prompt.turns for prompt in prompts]).encode()
     return {
-        "verifier": hashlib.sha256((local_folder(verifier) / "config.json").read_bytes()).hexdigest(),
+        "verifier": verifier_fingerprint(verifier),
         "tokenizer": tokenizer_hash(verifier),
         "prompts": hashlib.sha256(text).hexdigest(),
         "seed": config.train.seed,
-        **section.model_dump(exclude={"prompts", "output"}),
+        **section.model_dump(exclude={"prompts", "output"} | unused),
     }
 
 
@@ -135,7 +143,9 @@ def _claim(output: Path, manifest_path: Path, settings: dict[str, Any]) -> None:
     """Note the settings before the first reply; refuse to mix replies made under different ones."""
     if not manifest_path.is_file():
         if output.exists():
-            raise InputError(f"{output}: exists but was not made by regenerate (no {manifest_path.name}); choose another output")
+            raise InputError(
+                f"{output}: exists but was not made by regenerate (no {manifest_path.name}); choose another output"
+            )
         write_json(manifest_path, {"settings": settings})
         return
     before = read_json(manifest_path)["settings"]
@@ -190,13 +200,17 @@ def _finish(partial: Path, output: Path, skipped: Counter[str]) -> dict[str, int
 class Answerer:
     """The verifier in bfloat16 with its tokenizer, answering batches of chats."""
 
-    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, section: RegenerateSection) -> None:
-        self.model = model
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, stop_ids: frozenset[int], section: RegenerateSection
+    ) -> None:
+        self.model: Any = model
         self.tokenizer = tokenizer
         tokenizer.padding_side = "left"
         if tokenizer.pad_token_id is None:
             tokenizer.pad_token = tokenizer.eos_token
         self.stop_ids = stop_ids
+        context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        self.longest_prompt = math.inf if context is None else context - section.max_new_tokens
         sampling = {"do_sample": True, "temperature": section.temperature, "top_p": section.top_p, "top_k": 0}
         # The model's own generation config would fill every field left open here, so ours replaces it.
         model.generation_config = GenerationConfig(
@@ -210,14 +224,16 @@ class Answerer:
     def load(cls, verifier: VerifierSection, section: RegenerateSection) -> Answerer:
         """Load the verifier on the GPU when there is one. Raises InputError when its folder holds no usable model."""
         folder = local_folder(verifier.verifier_name_or_path)
+        loader = model_class(load_config(folder, verifier.trust_remote_code))
         try:
-            model = AutoModelForCausalLM.from_pretrained(
+            model = loader.from_pretrained(
                 folder, dtype=torch.bfloat16, attn_implementation="sdpa", trust_remote_code=verifier.trust_remote_code
             )
         except (OSError, ValueError) as error:
             raise InputError(f"{folder}: the verifier cannot be loaded ({' '.join(str(error).split())})") from None
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        return cls(model.to(device).eval(), load_tokenizer(verifier), section)
+        tokenizer = load_tokenizer(verifier)
+        return cls(model.to(device).eval(), tokenizer, stop_ids(verifier.verifier_name_or_path, tokenizer), section)
 
     def chat(self, batch: list[Prompt]) -> tuple[list[dict[str, Any]], int]:
         """Answer every user turn of every prompt in sequence; returns the rows and the number of generated tokens."""
@@ -235,19 +251,22 @@ class Answerer:
         rows = zip(batch, chats, reasons, strict=True)
         return [{"id": prompt.id, "messages": chat, "finish_reason": reason} for prompt, chat, reason in rows], generated
 
-    def reply(self, chats: list[Chat]) -> Iterable[Reply]:
+    def reply(self, chats: list[Chat]) -> list[Reply]:
         """One reply to each chat."""
-        if not chats:
+        prompts = [self.tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False) for chat in chats]
+        encoded = self.tokenizer(prompts, add_special_tokens=False)["input_ids"]
+        replies = iter(self._generate([ids for ids in encoded if len(ids) <= self.longest_prompt]))
+        return [next(replies) if len(ids) <= self.longest_prompt else Reply("", "prompt too long", 0) for ids in encoded]
+
+    def _generate(self, prompts: list[list[int]]) -> list[Reply]:
+        if not prompts:
             return []
-        texts = [self.tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False) for chat in chats]
-        inputs = self.tokenizer(texts, add_special_tokens=False, padding=True, return_tensors="pt").to(self.model.device)
-        width = inputs["input_ids"].shape[1]
+        inputs = self.tokenizer.pad({"input_ids": prompts}, return_tensors="pt").to(self.model.device)
         ids = self.model.generate(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
-        return [self._reply(row) for row in ids[:, width:].tolist()]
+        return [self._reply(row) for row in ids[:, inputs["input_ids"].shape[1] :].tolist()]
 
     def _reply(self, ids: list[int]) -> Reply:
         end = next((i for i, token in enumerate(ids) if token in self.stop_ids), None)
-        text = self.tokenizer.decode(ids[:end], clean_up_tokenization_spaces=False)
+        text = str(self.tokenizer.decode(ids[:end], clean_up_tokenization_spaces=False))
         reason = "empty reply" if not text.strip() else "length" if end is None else "stop"
         return Reply(text, reason, len(ids) if end is None else end + 1)
-

@@ -1,21 +1,20 @@
 """A chat as token ids with a loss mask, through the verifier's own chat template.
 
-The whole conversation is rendered once and that text is tokenized, without a second beginning-of-sequence token. Supervised is what
-the verifier itself emits after a generation prompt: reasoning, content and the token that ends the turn. Where those spans lie in
-the text is learnt in one of two ways:
+The whole conversation is rendered once and that text is tokenized, without a second beginning-of-sequence token. Supervised is
+what the verifier itself emits after a generation prompt: reasoning, content and the token that ends the turn. Where those spans
+lie in the text is learnt in one of two ways:
 
 * generation markers: the template says so itself with `{% generation %}`;
 * turn boundaries: the conversation is rendered a second time with a mark after the text of every message. Without its marks that
-  text must equal the first render, so a mark gives the exact end of a reply whatever the template does to it (trim it, drop earlier
-  reasoning). A reply starts where the generation prompt ends: the text that the template, asked for a generation prompt, puts after
-  the mark of the message before it.
+  text must equal the first render, so a mark gives the exact end of a reply whatever the template does to it (trim it, drop
+  earlier reasoning). A reply starts where the generation prompt ends: the text that the template, asked for a generation prompt,
+  puts after the mark of the message before it.
 
 A token that lies across the start of a span is supervised: it carries the first letters of the reply.
 """
 
 from __future__ import annotations
 
-import os
 import re
 from bisect import bisect_left, bisect_right
 from dataclasses import replace
@@ -80,18 +79,17 @@ class ChatTokenizer:
             mask[first:end] = [1] * (end - first)
         return TokenizedExample(ids, mask)
 
-    def _render(self, messages: list[Message], **options: bool) -> tuple[str, list[Span]]:
+    def _render(self, messages: list[Message], **options: Any) -> tuple[str, list[Span]]:
         """The template's text of `messages`, and the spans that it marks as generated."""
+        options |= self.tokenizer.special_tokens_map
         try:
-            texts, spans = render_jinja_template(
-                [[_as_dict(message) for message in messages]],
-                chat_template=self.template,
-                **options,
-                **self.tokenizer.special_tokens_map,
+            rendered: Any = render_jinja_template(
+                [[_as_dict(message) for message in messages]], chat_template=self.template, **options
             )
         except TemplateError as error:
             raise RowError(f"the chat template refuses it: {error}") from None
-        return texts[0], spans[0] if spans else []
+        (text,), spans = rendered
+        return text, spans[0] if spans else []
 
     def _marked_spans(self, messages: list[Message]) -> tuple[str, list[Span]]:
         """Spans between the template's generation markers, without the end of the turn, which some put inside."""
@@ -119,7 +117,7 @@ class ChatTokenizer:
             prompt, _ = self._render(marked[:index], add_generation_prompt=True)
             after_mark = prompt.rpartition(_mark(index - 1))[2]
             anchor = ends[index - 1]
-            start = anchor + len(os.path.commonprefix([after_mark, text[anchor:]]))
+            start = anchor + _shared_length(after_mark, text[anchor:])
             spans.append((min(start, ends[index]), ends[index]))
         return text, spans
 
@@ -140,15 +138,17 @@ class ChatTokenizer:
     def _compare_with_prompt(self, messages: list[Message], text: str) -> None:
         """Note when the last reply does not follow the very prompt that a server would give the verifier."""
         if _reasoning_and_answer(messages[-1])[0] not in text:
-            self.notes.setdefault("reasoning", "the chat template leaves out the reasoning of a last reply, which the verifier emits")
+            self.notes.setdefault(
+                "reasoning", "the chat template leaves out the reasoning of a last reply, which the verifier emits"
+            )
         if "prompt" in self.notes:
             return
         prompt, _ = self._render(messages[:-1], add_generation_prompt=True)
         if not text.startswith(prompt):
-            at = len(os.path.commonprefix([prompt, text]))
+            at = _shared_length(prompt, text)
             self.notes["prompt"] = (
-                f"the chat template renders a stored reply otherwise than it prompts for one: at character {at} the prompt goes on "
-                f"with {prompt[at : at + 40]!r}, the stored chat with {text[at : at + 40]!r}"
+                f"the chat template renders a stored reply otherwise than it prompts for one: at character {at} the prompt goes "
+                f"on with {prompt[at : at + 40]!r}, the stored chat with {text[at : at + 40]!r}"
             )
 
     def _with_turn_end(self, ids: list[int], following: list[str], end: int) -> int:
@@ -158,7 +158,9 @@ class ChatTokenizer:
                 return end + ahead + 1
             if piece.strip():
                 break
-        self.notes.setdefault("turn end", "some replies are not followed by a stop token of the verifier; their end is not supervised")
+        self.notes.setdefault(
+            "turn end", "some replies are not followed by a stop token of the verifier; their end is not supervised"
+        )
         return end
 
 
@@ -226,6 +228,12 @@ def _mark_positions(marked: str, text: str) -> dict[int, int]:
         at += len(literal)
         positions[index] = at
     return positions
+
+
+def _shared_length(left: str, right: str) -> int:
+    """How many leading characters two texts share."""
+    shorter = min(len(left), len(right))
+    return next((i for i in range(shorter) if left[i] != right[i]), shorter)
 
 
 def _tokens_of(offsets: list[Span], span: Span) -> Span:

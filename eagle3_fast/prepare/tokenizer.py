@@ -12,7 +12,13 @@ from eagle3_fast.errors import InputError
 from eagle3_fast.extract.shape import local_folder
 from eagle3_fast.files import read_json
 
-HASHED_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "chat_template.json")
+HASHED_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "chat_template.json",
+)
 
 
 def tokenizer_hash(name_or_path: str) -> str:
@@ -43,7 +49,7 @@ def load_tokenizer(verifier: VerifierSection) -> PreTrainedTokenizerBase:
 
 
 def stop_ids(name_or_path: str, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Ids with which the verifier ends a turn: the tokenizer's end token and those of config.json and generation_config.json."""
+    """Ids that end a turn of the verifier: the tokenizer's end token and those of config.json and generation_config.json."""
     folder = local_folder(name_or_path)
     found: set[Any] = {tokenizer.eos_token_id}
     for name in ("config.json", "generation_config.json"):

@@ -1,8 +1,8 @@
 """The draft vocabulary: which verifier tokens the draft can propose.
 
-Two tensors say it (contract of speculators, section 4): `t2d` marks the chosen verifier tokens, and draft id i stands for verifier
-id i + d2t[i]. They are built from the supervised token counts that `prepare` writes, and nothing takes them for granted: a mapping
-is checked against both sizes whatever its source.
+Two tensors say it (contract of speculators, section 4): `t2d` marks the chosen verifier tokens, and draft id i stands for
+verifier id i + d2t[i]. They are built from the supervised token counts that `prepare` writes, and nothing takes them for granted:
+a mapping is checked against both sizes whatever its source.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import pickle
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -68,14 +69,16 @@ def build_mapping(token_freq: dict[int, int], draft_vocab_size: int, target_voca
         )
     chosen = sorted(token_freq, key=lambda token: (-token_freq[token], token))[:draft_vocab_size]
     unseen = (token for token in range(draft_vocab_size) if token not in token_freq)
-    chosen += [token for token, _ in zip(unseen, range(draft_vocab_size - len(chosen)), strict=False)]
+    chosen += islice(unseen, draft_vocab_size - len(chosen))
     ids = torch.tensor(sorted(chosen), dtype=torch.int64)
     t2d = torch.zeros(target_vocab_size, dtype=torch.bool)
     t2d[ids] = True
     return ids - torch.arange(draft_vocab_size), t2d
 
 
-def checked_mapping(d2t: Tensor, t2d: Tensor, draft_vocab_size: int | None, target_vocab_size: int, source: str) -> VocabMapping:
+def checked_mapping(
+    d2t: Tensor, t2d: Tensor, draft_vocab_size: int | None, target_vocab_size: int, source: str
+) -> VocabMapping:
     """A mapping whose parts agree with each other and with both sizes. `draft_vocab_size` none: whatever d2t holds.
 
     Raises InputError that names `source`.
@@ -84,7 +87,9 @@ def checked_mapping(d2t: Tensor, t2d: Tensor, draft_vocab_size: int | None, targ
     if d2t.dtype != torch.int64 or d2t.shape != (expected,):
         raise InputError(f"{source}: d2t is {_kind(d2t)}, expected int64 [{expected}]; run `vocab` again or correct the paths")
     if t2d.dtype != torch.bool or t2d.shape != (target_vocab_size,):
-        raise InputError(f"{source}: t2d is {_kind(t2d)}, expected bool [{target_vocab_size}]; it was made for another verifier")
+        raise InputError(
+            f"{source}: t2d is {_kind(t2d)}, expected bool [{target_vocab_size}]; it was made for another verifier"
+        )
     if not torch.equal(torch.arange(len(d2t)) + d2t, t2d.nonzero().flatten()):
         raise InputError(f"{source}: d2t and t2d do not name the same tokens; run `vocab` again or correct the paths")
     return VocabMapping(d2t, t2d)
@@ -97,17 +102,24 @@ def _kind(tensor: Tensor) -> str:
 def load_mapping(config: RunConfig, target_vocab_size: int) -> VocabMapping | None:
     """The mapping that a run trains with; none = the verifier's full vocabulary, which is taken only when the config says so.
 
-    In this order: train.draft.d2t_path and t2d_path; no draft_vocab_size, or one equal to `target_vocab_size`: full vocabulary;
-    token counts, which must agree with size-stamped files in the data folder; those files alone. Raises InputError otherwise.
+    In this order: train.draft.d2t_path and t2d_path; full vocabulary when draft_vocab_size is not set or equals
+    `target_vocab_size`; the token counts, with which size-stamped files in the data folder must agree; those files alone.
+    Raises InputError when none of these gives a mapping, and for one that does not fit the sizes.
     """
     draft = config.train.draft
     size = draft.draft_vocab_size
+    explicit = None
     if draft.d2t_path and draft.t2d_path:
         source = f"{draft.d2t_path} and {draft.t2d_path}"
-        return checked_mapping(_read(draft.d2t_path), _read(draft.t2d_path), size, target_vocab_size, source)
+        explicit = checked_mapping(_read(draft.d2t_path), _read(draft.t2d_path), size, target_vocab_size, source)
+        size = explicit.draft_vocab_size
     if size is None or size == target_vocab_size:
-        say_once(f"draft vocabulary: the verifier's full vocabulary of {target_vocab_size} (train.draft.draft_vocab_size is {size})")
+        say_once(
+            f"draft vocabulary: the verifier's full vocabulary of {target_vocab_size} (draft_vocab_size is {size or 'not set'})"
+        )
         return None
+    if explicit is not None:
+        return explicit
     stored = _stored(config, size, target_vocab_size)
     counts = _counts_path(config)
     if not counts.is_file():
@@ -121,8 +133,8 @@ def load_mapping(config: RunConfig, target_vocab_size: int) -> VocabMapping | No
     built = VocabMapping(*build_mapping(load_token_freq(counts), size, target_vocab_size))
     if stored is not None and stored.digest() != built.digest():
         raise InputError(
-            f"{_files(config, size)[0]}: was built from other token counts than {counts}; run `vocab` to build it again, or name "
-            "both files in train.draft.d2t_path and t2d_path to keep it"
+            f"{_files(config, size)[0]}: was built from other token counts than {counts}; run `vocab` to build it again, or "
+            "name both files in train.draft.d2t_path and t2d_path to keep it"
         )
     return built
 
@@ -145,24 +157,27 @@ def vocab(config: RunConfig) -> dict[str, Any] | None:
     for path, tensor in ((d2t_path, mapping.d2t), (t2d_path, mapping.t2d)):
         with written_aside(path) as partial, partial.open("wb") as file:
             np.save(file, tensor.numpy())
+    coverage = mapping.coverage(token_freq)
     manifest = {
         "draft_vocab_size": size,
         "target_vocab_size": shape.vocab_size,
         "distinct_supervised_tokens": len(token_freq),
-        "coverage": mapping.coverage(token_freq),
+        "coverage": coverage,
         "digest": mapping.digest(),
     }
     write_json(d2t_path.with_name(f"vocab-{size}.json"), manifest)
-    logger.info("%s: %d of %d tokens, %.2f %% of the supervised", d2t_path, size, shape.vocab_size, 100 * manifest["coverage"])
+    logger.info("%s: %d of %d tokens, %.2f %% of the supervised", d2t_path, size, shape.vocab_size, 100 * coverage)
     return manifest
 
 
 def load_token_freq(path: Path) -> dict[int, int]:
-    """Token counts written by `prepare` or by speculators (`torch.save` of a plain dict). Raises InputError for anything else."""
+    """Token counts as `prepare` and speculators write them: `torch.save` of a plain dict. Raises InputError for anything else."""
     try:
         counts = torch.load(path, weights_only=True)
     except (RuntimeError, pickle.UnpicklingError, EOFError) as error:
-        raise InputError(f"{path}: not a file of token counts ({' '.join(str(error).split())[:80]}); run `prepare` again") from None
+        raise InputError(
+            f"{path}: not a file of token counts ({' '.join(str(error).split())[:80]}); run `prepare` again"
+        ) from None
     if not isinstance(counts, dict) or not all(isinstance(x, int) for pair in counts.items() for x in pair):
         raise InputError(f"{path}: is no dict of token id to count; run `prepare` again")
     return counts

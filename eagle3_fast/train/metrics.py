@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eagle3_fast.records import TTTOutput
+from eagle3_fast.files import written_aside
+from eagle3_fast.records import PackedBatch, TTTOutput
 
 S3_COUNT_FLOOR = 1e-5
 """What speculators 0.3 adds to the denominators of its accuracies."""
@@ -31,12 +32,16 @@ class Totals:
     tokens: int = 0
     skipped: list[str] = field(default_factory=list)
 
-    def add(self, output: TTTOutput, tokens: int, skipped: tuple[str, ...] = ()) -> None:
+    def add(self, output: TTTOutput, batch: PackedBatch) -> None:
         for name in ("step_losses", "full_correct", "supervised", "cond_total", "marginal_correct"):
             value = getattr(output, name).detach().double()
             self.sums[name] = self.sums.get(name, torch.zeros_like(value)) + value
-        self.tokens += tokens
-        self.skipped += skipped
+        self.tokens += int((batch.document_ids >= 0).sum())
+        self.skipped += batch.skipped
+
+    def divide_losses(self) -> None:
+        """Turn loss sums, taken with divisor 1, into means over all supervised rows."""
+        self.sums["step_losses"] = self.sums["step_losses"] / self.sums["supervised"].clamp_min(1)
 
     def summary(self) -> dict[str, float]:
         """Rates of every step, tau, and counts. A rate without any case is left out rather than reported as 0."""
@@ -83,12 +88,21 @@ class MetricsWriter:
 
     def __init__(self, path: Path, tensorboard: Path | None = None) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self.file = path.open("a", encoding="utf-8")
+        self.path, self.file = path, path.open("a", encoding="utf-8")
         self.board = None
         if tensorboard is not None:
             from torch.utils.tensorboard import SummaryWriter
 
             self.board = SummaryWriter(str(tensorboard))
+
+    def rewind(self, step: int) -> None:
+        """Drop what an earlier run wrote after `step`, the one that this run goes on from."""
+        lines = [line for line in self.path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]
+        kept = [line for line in lines if json.loads(line)["global_step"] <= step]
+        self.file.close()
+        with written_aside(self.path) as partial:
+            partial.write_text("".join(kept), encoding="utf-8")
+        self.file = self.path.open("a", encoding="utf-8")
 
     def write(self, step: int, values: dict[str, Any]) -> None:
         self.file.write(json.dumps({"global_step": step, **values}) + "\n")

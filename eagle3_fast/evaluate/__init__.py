@@ -1,0 +1,1 @@
+"""How good a draft is: lossless speculative decoding with it, acceptance rates, and speed against plain decoding."""

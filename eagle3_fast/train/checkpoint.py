@@ -1,0 +1,132 @@
+"""Checkpoints: a servable draft and everything that training needs to go on, in one folder that is whole or absent.
+
+    {save_path}/{epoch}/   config.json, model.safetensors   the draft as it would be served
+                           engine_state.pt                  float32 masters, optimizers, schedules, random state
+                           training_state.json              epoch, local_step (batches done in it), global_step, what the run depends on
+    {save_path}/epoch{E}_end | epoch{E}_step{N} -> {epoch}   where it stands
+    {save_path}/checkpoint_best -> {epoch}                   lowest validation loss so far
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from eagle3_fast.errors import InputError
+from eagle3_fast.files import read_json, write_json, written_aside
+from eagle3_fast.log import logger
+from eagle3_fast.model.draft import save_draft
+from eagle3_fast.train.engine import Engine
+
+
+@dataclass
+class Position:
+    """Where a run stands. `local_step` counts packed batches of the epoch; 0 of epoch E means that E has not begun."""
+
+    epoch: int = 0
+    local_step: int = 0
+    global_step: int = 0  # optimizer steps
+    best_loss: float | None = None
+
+
+def save_checkpoint(save_path: Path, engine: Engine, position: Position, depends_on: dict[str, Any], finished_epoch: bool) -> Path:
+    """Write the checkpoint of the epoch under way (or just finished) and point its link at it; returns its folder."""
+    name = str(position.epoch - 1 if finished_epoch else position.epoch)
+    folder, partial, old = save_path / name, save_path / f".{name}.partial", save_path / f".{name}.old"
+    for leftover in (partial, old):
+        shutil.rmtree(leftover, ignore_errors=True)
+    partial.mkdir(parents=True)
+    save_draft(engine.draft, partial)
+    with written_aside(partial / "engine_state.pt") as path:
+        torch.save({"engine": engine.state_dict(), "random": _random_state()}, path)
+    write_json(partial / "training_state.json", {**asdict(position), "depends_on": depends_on})
+    if folder.exists():
+        folder.rename(old)
+    partial.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)
+    for link in save_path.glob(f"epoch{name}_*"):
+        if link.is_symlink():
+            link.unlink()
+    _point(save_path / (f"epoch{name}_end" if finished_epoch else f"epoch{name}_step{position.local_step}"), name)
+    return folder
+
+
+def mark_best(save_path: Path, folder: Path) -> None:
+    _point(save_path / "checkpoint_best", folder.name)
+
+
+def latest_checkpoint(save_path: Path) -> Path | None:
+    """The newest whole checkpoint; says which folder it passed over."""
+    for old in save_path.glob(".*.old"):
+        whole = save_path / old.name[1:].removesuffix(".old")
+        if not whole.exists():  # killed between the two renames
+            old.rename(whole)
+    numbered = sorted((int(path.name), path) for path in save_path.glob("*") if path.name.isdigit() and path.is_dir())
+    for _, path in reversed(numbered):
+        if (path / "training_state.json").is_file() and (path / "engine_state.pt").is_file():
+            return path
+        logger.warning("%s: not a whole checkpoint, passed over", path)
+    return None
+
+
+def servable_checkpoint(save_path: Path) -> Path:
+    """The best checkpoint, or the newest where none was validated. Raises InputError where there is none."""
+    best = save_path / "checkpoint_best"
+    folder = best.resolve() if best.exists() else latest_checkpoint(save_path)
+    if folder is None:
+        raise InputError(f"{save_path}: holds no checkpoint; run `eagle3-fast train` first")
+    return folder
+
+
+def load_checkpoint(folder: Path, engine: Engine, depends_on: dict[str, Any]) -> Position:
+    """Put weights, optimizer, schedule and random state back; refuses a run that depends on something else than the saved one."""
+    state = read_json(folder / "training_state.json")
+    saved = state.pop("depends_on")
+    changed = [f"{name} (was {saved.get(name)}, is {value})" for name, value in depends_on.items() if saved.get(name) != value]
+    if changed:
+        raise InputError(
+            f"{folder}: was trained with another {', '.join(changed)}; set it back, or start anew with another train.trainer.save_path"
+        )
+    try:
+        tensors = torch.load(folder / "engine_state.pt", weights_only=True)
+    except (RuntimeError, EOFError, OSError) as error:
+        raise InputError(f"{folder}/engine_state.pt: cannot be read ({error}); delete {folder} to resume from the one before") from None
+    engine.load_state_dict(tensors["engine"])
+    _restore_random_state(tensors["random"])
+    return Position(**state)
+
+
+def _point(link: Path, name: str) -> None:
+    """Make `link` a symbolic link to `name` beside it, in one rename."""
+    fresh = link.with_name(f".{link.name}.partial")
+    fresh.unlink(missing_ok=True)
+    fresh.symlink_to(name)
+    os.replace(fresh, link)
+
+
+def _random_state() -> dict[str, Any]:
+    version, keys, position = random.getstate()[0], *random.getstate()[1:]
+    name, array, *rest = np.random.get_state()
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all(),
+        "python": [version, list(keys), position],
+        "numpy": [name, torch.from_numpy(np.asarray(array, dtype=np.int64)), *rest],
+    }
+
+
+def _restore_random_state(state: dict[str, Any]) -> None:
+    torch.set_rng_state(state["torch"])
+    if state["cuda"]:
+        torch.cuda.set_rng_state_all(state["cuda"])
+    version, keys, position = state["python"]
+    random.setstate((version, tuple(keys), position))
+    name, array, *rest = state["numpy"]
+    np.random.set_state((name, array.numpy().astype(np.uint32), *rest))

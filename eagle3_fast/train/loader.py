@@ -1,0 +1,123 @@
+"""Packed batches in sampler order, from stored hidden states or from the verifier itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from eagle3_fast.config import RunConfig
+from eagle3_fast.errors import InputError
+from eagle3_fast.extract.sources import HiddenStateSource, OnlineStates, StoredStates
+from eagle3_fast.extract.store import SampleError
+from eagle3_fast.extract.verifier import Verifier
+from eagle3_fast.log import logger
+from eagle3_fast.model.config import DraftConfig
+from eagle3_fast.prepare.shards import open_prepared
+from eagle3_fast.records import PackedBatch
+from eagle3_fast.train.packing import PackingSampler, pack
+
+VALIDATION_SEED = 0
+
+
+@dataclass(frozen=True)
+class Split:
+    """A contiguous part of the prepared rows: `first`..`first + len(lengths) - 1`."""
+
+    first: int
+    lengths: list[int]
+
+
+class PackedRows:
+    """Prepared rows and their hidden states, as packed batches of any rows asked for."""
+
+    def __init__(self, config: RunConfig, draft_config: DraftConfig, online: bool) -> None:
+        self.config, self.draft_config = config, draft_config
+        self.rows = open_prepared(config.train.data.data_path)
+        self.on_missing = config.train.generation.on_missing
+        self.dtype = getattr(torch, config.train.data.hidden_states_dtype)
+        self.verifier: Verifier | None = None
+        layer_ids = draft_config.eagle_aux_hidden_state_layer_ids or []
+        stored = None if online else StoredStates(config.hidden_states_path, self.rows, layer_ids)
+        self.sources: list[HiddenStateSource] = [stored] if stored else []
+        if online or self.on_missing == "generate":
+            self.sources.append(OnlineStates(self._load_verifier(layer_ids), self.rows))
+
+    def _load_verifier(self, layer_ids: list[int]) -> Verifier:
+        section = self.config.train.verifier
+        return Verifier(
+            section.verifier_name_or_path, layer_ids, self.dtype, self.config.extract.attn_implementation, section.trust_remote_code
+        )
+
+    def splits(self) -> tuple[Split, Split]:
+        """Training and validation rows; the validation part is empty at a ratio of 1."""
+        lengths = list(self.rows["seq_len"])
+        cut = int(len(lengths) * self.config.train.data.train_data_ratio)
+        if cut == 0:
+            raise InputError(f"{self.config.train.data.data_path}: {len(lengths)} rows leave none for training at this train_data_ratio")
+        return Split(0, lengths[:cut]), Split(cut, lengths[cut:])
+
+    def batch(self, rows: list[int]) -> PackedBatch:
+        """The given rows packed; a row that cannot be used is handled as `generation.on_missing` says."""
+        samples, skipped = [], []
+        for row in rows:
+            try:
+                states = self._load(row)
+            except SampleError as error:
+                if self.on_missing == "raise":
+                    raise
+                skipped.append(str(error))
+                continue
+            samples.append((states, torch.tensor(self.rows[row]["loss_mask"])))
+        size = self.config.train.data.total_seq_len
+        return pack(samples, size, self.draft_config.num_aux, self.draft_config.verifier_hidden_size, self.dtype, tuple(skipped))
+
+    def _load(self, row: int):
+        *others, last = self.sources
+        for source in others:
+            try:
+                return source.load(row)
+            except SampleError as error:
+                logger.debug("row %d: %s", row, error)
+        return last.load(row)
+
+
+class BatchLoader:
+    """Iterates the packed batches of a split, from any position of an epoch on."""
+
+    def __init__(self, rows: PackedRows, split: Split, config: RunConfig, seed: int) -> None:
+        self.rows, self.split = rows, split
+        self.sampler = PackingSampler(split.lengths, config.train.data.total_seq_len, seed=seed)
+        workers = config.train.data.num_workers if len(rows.sources) == 1 and isinstance(rows.sources[0], StoredStates) else 0
+        self.options = {"num_workers": workers}
+        if workers:
+            self.options["prefetch_factor"] = config.train.data.prefetch_factor
+
+    def count(self, epoch: int) -> int:
+        """Batches of an epoch."""
+        return len(self.sampler.batches(epoch))
+
+    def batches(self, epoch: int, start: int = 0) -> Iterator[PackedBatch]:
+        plan = [[self.split.first + row for row in batch] for batch in self.sampler.batches(epoch)[start:]]
+        # Workers draw nothing at random: a generator of their own keeps the run's random state what it would be without them.
+        order = torch.Generator().manual_seed(0)
+        yield from DataLoader(_Plan(self.rows, plan), batch_size=None, collate_fn=_as_is, generator=order, **self.options)
+
+
+class _Plan(Dataset):
+    """A fixed list of batches for DataLoader."""
+
+    def __init__(self, rows: PackedRows, plan: list[list[int]]) -> None:
+        self.rows, self.plan = rows, plan
+
+    def __len__(self) -> int:
+        return len(self.plan)
+
+    def __getitem__(self, index: int) -> PackedBatch:
+        return self.rows.batch(self.plan[index])
+
+
+def _as_is(batch: PackedBatch) -> PackedBatch:
+    return batch

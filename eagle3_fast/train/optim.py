@@ -1,0 +1,83 @@
+"""Optimizers and learning-rate schedules (contract, section 6.2)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from functools import partial
+
+import torch
+from torch import nn
+from torch.optim import AdamW, Muon, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from eagle3_fast.config import OptimizerSection, SchedulerSection
+from eagle3_fast.errors import InputError
+
+MUON_NEVER = ("embed_tokens", "lm_head")
+"""Matrices whose rows are words, not features: orthogonalising their update has no meaning."""
+DEFAULT_WARMUP = 0.01
+"""Share of all steps, where the run file says nothing."""
+
+
+def build_optimizers(parameters: Iterable[tuple[str, nn.Parameter]], section: OptimizerSection) -> list[Optimizer]:
+    """AdamW for all, or Muon (Jordan et al. 2024) for matrices and AdamW for the rest. Frozen parameters are left out."""
+    trainable = [(name, value) for name, value in parameters if value.requires_grad]
+    matrices = [value for name, value in trainable if section.optimizer == "muon" and _is_matrix(name, value)]
+    chosen = {id(value) for value in matrices}
+    rest = [value for _, value in trainable if id(value) not in chosen]
+    optimizers: list[Optimizer] = []
+    if matrices:
+        optimizers.append(
+            Muon(
+                matrices,
+                lr=section.muon_lr or section.lr,
+                momentum=section.muon_momentum,
+                weight_decay=section.muon_weight_decay,
+                ns_steps=section.muon_ns_steps,
+                adjust_lr_fn=section.muon_adjust_lr_fn,
+            )
+        )
+    if rest:
+        optimizers.append(AdamW(rest, lr=section.lr, weight_decay=section.weight_decay))
+    if not optimizers:
+        raise InputError("the draft has no trainable parameter")
+    return optimizers
+
+
+def _is_matrix(name: str, value: torch.Tensor) -> bool:
+    return value.ndim == 2 and min(value.shape) > 1 and not any(part in name for part in MUON_NEVER)
+
+
+def build_schedule(optimizer: Optimizer, section: SchedulerSection, planned_steps: int) -> LambdaLR:
+    """Linear or cosine decay to 0 after a linear warm-up from 0, counted in optimizer steps; `none` keeps the rate."""
+    total = section.scheduler_total_steps or planned_steps
+    if section.scheduler_warmup_steps is not None:
+        warmup = section.scheduler_warmup_steps
+    elif section.scheduler_warmup_ratio is not None:
+        warmup = int(total * section.scheduler_warmup_ratio)
+    else:
+        warmup = int(total * DEFAULT_WARMUP)
+    shapes = {
+        "linear": partial(_linear, total=total, warmup=warmup),
+        "cosine": partial(_cosine, total=total, warmup=warmup, cycles=section.scheduler_num_cosine_cycles),
+        "none": _constant,
+    }
+    return LambdaLR(optimizer, shapes[section.scheduler_type])
+
+
+def _linear(step: int, total: int, warmup: int) -> float:
+    if step < warmup:
+        return step / warmup
+    return max(0.0, (total - step) / max(1, total - warmup))
+
+
+def _cosine(step: int, total: int, warmup: int, cycles: float) -> float:
+    if step < warmup:
+        return step / warmup
+    progress = (step - warmup) / max(1, total - warmup)
+    return max(0.0, 0.5 * (1 + math.cos(2 * math.pi * cycles * progress)))
+
+
+def _constant(step: int) -> float:
+    return 1.0

@@ -1,0 +1,31 @@
+"""Package list (with the symlinked `kernels`) and the optional C++ module; everything else is in pyproject.toml.
+
+The C++ module is built with PyTorch's stable ABI where torch and a compiler are present at install time; without them the package
+installs all the same and runs on its plain PyTorch reference.
+"""
+
+import shutil
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+SOURCES = sorted(str(path) for path in Path("csrc").glob("*.cpp"))
+
+
+def extension() -> dict:
+    """`ext_modules` and `cmdclass` for the C++ module, or nothing where it cannot be built."""
+    if not SOURCES or shutil.which("c++") is None:
+        return {}
+    try:
+        from torch.utils.cpp_extension import BuildExtension, CppExtension
+    except ImportError:
+        return {}
+    module = CppExtension("eagle3_fast._C", SOURCES, extra_compile_args=["-O3", "-std=c++17", "-DPy_LIMITED_API=0x030A0000"], py_limited_api=True)
+    return {"ext_modules": [module], "cmdclass": {"build_ext": BuildExtension.with_options(optional=True)}}
+
+
+setup(
+    packages=[*find_packages(include=["eagle3_fast*"]), "eagle3_fast.kernels"],
+    package_data={"eagle3_fast": ["py.typed"], "eagle3_fast.kernels": ["*.py"]},
+    **extension(),
+)
