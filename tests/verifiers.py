@@ -1,7 +1,8 @@
 """Tiny random verifiers, written as Hugging Face folders: what every test of this repository uses instead of a download.
 
-Each `toy_*` function writes config, weights and a working fast tokenizer with a chat template into `path` and returns `path`. Weights
-are float32 and depend on `seed` alone. The final norm's gain is drawn from 0.1 to 3, so that code which forgets it is wrong by a lot.
+Each `toy_*` function writes config, weights and a working fast tokenizer with a chat template into `path` and returns `path`.
+Weights are float32 and depend on `seed` alone. The final norm's gain is drawn from 0.1 to 3, so that code which forgets it is
+wrong by a lot.
 Keyword arguments override keys of the model's config: `toy_llama(tmp_path, num_hidden_layers=8)`.
 """
 
@@ -129,7 +130,7 @@ def toy_multimodal(path: Path, *, seed: int = 0, **overrides: Any) -> Path:
 
 
 def toy_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per character (lower case), `VOCAB` ids, special tokens for the roles, a chat template without generation markers."""
+    """One token per character (lower case), `VOCAB` ids, special tokens for the roles, template without generation markers."""
     words = (SPECIAL_TOKENS + list(CHARACTERS))[:VOCAB]
     tokenizer = Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=[], unk_token="<unk>"))
     tokenizer.normalizer = normalizers.Lowercase()

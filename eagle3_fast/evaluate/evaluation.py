@@ -58,7 +58,8 @@ def evaluate(config: RunConfig, draft_folder: str | Path | None = None) -> dict[
     context = shape.config.get("max_position_embeddings")
     longest = None if context is None else context - section.max_new_tokens
     prompts = {path: read_prompts(path, tokenizer, section.max_prompts, longest) for path in section.prompts}
-    contest = Contest(matching_verifier(named, draft, section), draft, section, stop_ids(named.verifier_name_or_path, tokenizer))
+    ends = stop_ids(named.verifier_name_or_path, tokenizer)
+    contest = Contest(matching_verifier(named, draft, section), draft, section, ends)
     result = {
         "draft": str(draft_folder),
         **section.model_dump(include={"draft_tokens", "temperature", "max_new_tokens", "dtype"}),
@@ -168,10 +169,12 @@ def table(result: dict[str, Any], console: Console | None = None) -> None:
     """Print one line for each prompt set of an evaluation, to standard output if no console is given."""
     ways = "greedy" if result["temperature"] == 0 else f"temperature {result['temperature']:g}"
     view = Table(title=f"{result['draft']}: {result['draft_tokens']} drafts a pass, {ways}, {result['dtype']}")
-    view.caption = f"tau: {result['tau_convention']}. alpha k: drafts 0..k all accepted, of the passes that offered them."
-    view.add_column("prompts")
-    alphas = [f"alpha {k}" for k in range(result["draft_tokens"])]
-    for heading in ("identical", *alphas, "tau", "plain tok/s", "draft tok/s", "speedup"):
+    view.caption = (
+        f"tau: {result['tau_convention']}. αk: drafts 0..k all accepted, of the passes that offered them. /s: tokens."
+    )
+    view.add_column("set")
+    alphas = [f"α{k}" for k in range(result["draft_tokens"])]
+    for heading in ("identical", *alphas, "tau", "plain/s", "draft/s", "speedup"):
         view.add_column(heading, justify="right")
     for entry in result["prompt_sets"]:
         plain, speculative = entry["plain_tokens_per_s"], entry["speculative_tokens_per_s"]

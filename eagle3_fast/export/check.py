@@ -1,8 +1,8 @@
 """Is a folder a servable draft? Everything that an engine would guess, skip or leave random without a word is looked for here.
 
-vLLM takes a missing tensor for one to be left at its initial value and a missing key for its own default (contract, section 9.1); such
-a draft loads, answers correctly, and accepts nothing. The check therefore asks for exactly the tensors that config.json implies and for
-every key whose default differs between readers, and runs the draft once.
+vLLM leaves a missing tensor at its initial value and fills a missing key with its own default (contract, section 9.1); such a
+draft loads, answers correctly, and none of its drafts are accepted. The check therefore asks for exactly the tensors that
+config.json implies and for every key whose default differs between readers, and runs the draft.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from eagle3_fast.errors import InputError
 from eagle3_fast.files import read_json
 from eagle3_fast.model.config import DraftConfig, parse_draft_config
 from eagle3_fast.model.draft import VERIFIER_PARTS, Draft, load_draft, read_tensors
+from eagle3_fast.model.layers import Attend
 
 PROBE_ROWS = 8
 
@@ -39,8 +40,9 @@ class CheckReport:
 
     def __str__(self) -> str:
         return (
-            f"servable draft for {self.verifier}: {self.tensors} tensors, {self.parameters / 1e6:.1f}M parameters in {self.dtype}, "
-            f"vocabulary {self.draft_vocab_size} of {self.verifier_vocab_size}, reads layers {list(self.aux_layer_ids)}"
+            f"servable draft for {self.verifier}: {self.tensors} tensors, {self.parameters / 1e6:.1f}M parameters in "
+            f"{self.dtype}, vocabulary {self.draft_vocab_size} of {self.verifier_vocab_size}, "
+            f"reads layers {list(self.aux_layer_ids)}"
         )
 
 
@@ -48,8 +50,8 @@ def check(folder: str | Path) -> CheckReport:
     """Validate an exported draft.
 
     Raises:
-        InputError: one line that lists every fault found: config keys, tensor names, shapes, dtypes, values that are not finite or
-            were never filled, a vocabulary mapping that contradicts itself.
+        InputError: one line that lists every fault found: config keys, tensor names, shapes, dtypes, values that are not finite
+            or were never filled, a vocabulary mapping that contradicts itself.
     """
     folder = Path(folder)
     raw = read_json(folder / "config.json")
@@ -97,7 +99,7 @@ def config_faults(raw: dict[str, Any], config: DraftConfig) -> Iterator[str]:
     if not config.eagle_aux_hidden_state_layer_ids:
         yield "eagle_aux_hidden_state_layer_ids is missing: engines would guess the verifier's layers"
     elif layer.get("model_type") == "llama" and layer.get("num_aux_hidden_states", 3) != config.num_aux:
-        yield f"transformer_layer_config.num_aux_hidden_states must be {config.num_aux}: vLLM's llama loader counts aux states by it"
+        yield f"transformer_layer_config.num_aux_hidden_states must be {config.num_aux}: vLLM's llama loader goes by it"
     if not config.speculators_config.verifier.name_or_path:
         yield "speculators_config.verifier.name_or_path is empty: vLLM takes model and tokenizer from it"
     if "speculative_tokens" not in raw["speculators_config"]["proposal_methods"][0]:
@@ -170,12 +172,12 @@ def mapping_faults(config: DraftConfig, tensors: dict[str, Tensor]) -> list[str]
 
 @torch.no_grad()
 def probe_faults(draft: Draft) -> list[str]:
-    """Two draft steps on random input give finite logits that differ from row to row and from step to step."""
+    """Two draft steps on random input give finite logits that differ from row to row."""
     generator = torch.Generator().manual_seed(0)
     config = draft.config
     tokens = torch.randint(config.verifier_vocab_size, (PROBE_ROWS,), generator=generator)
     hidden = draft.fuse(torch.randn(PROBE_ROWS, draft.fc.in_features, generator=generator))
-    attend = [causal_attention] * len(draft.layers)
+    attend: list[Attend] = [causal_attention] * len(draft.layers)
     faults = []
     for step in range(2):
         normed, hidden = draft.step(tokens, hidden, torch.arange(PROBE_ROWS) + step, attend)

@@ -1,4 +1,4 @@
-"""A training checkpoint as a folder that vLLM serves: speculators' layout, every fact that an engine would guess written out."""
+"""A training checkpoint as a folder that vLLM serves: speculators' layout, every fact that an engine would guess stated."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SERVED_BY = {
     "sliding_window": "vLLM 0.32",
     "qwen3": "vLLM 0.32",
 }
-"""For every choice that changes the draft's computation: the first engine release seen to follow it. Older ones may ignore it silently."""
+"""For every choice that changes the draft's computation: the first engine release seen to follow it. Others may ignore it."""
 
 DROPPED = ("quantization_config", "compression_config", "auto_map")
 """Keys of an inherited config that would be false here: the draft's weights are plain, and no Python file lies beside them."""
@@ -63,7 +63,10 @@ def export(config: RunConfig, checkpoint: Path) -> Path:
     _warn_about_embedding(draft.embed_tokens.weight, config, dtype)
     with _folder_written_aside(output) as partial:
         save_draft(draft, partial, dtype)
-        report = check(partial)
+        try:
+            report = check(partial)
+        except InputError as error:  # name what the user has; the partial folder is gone by the time this is read
+            raise InputError(str(error).replace(str(partial), f"export of {checkpoint}")) from None
         _same_tensors(draft, load_draft(partial), dtype)
     logger.info(f"{output}: {report}")
     return output
@@ -109,7 +112,8 @@ def warnings_about(draft: DraftConfig, run: RunConfig) -> list[str]:
         )
     if Path(name).exists():
         found.append(
-            f"config.json names the verifier by its local folder {name}: elsewhere, correct speculators_config.verifier.name_or_path"
+            f"config.json names the verifier by its local folder {name}: to serve elsewhere, correct "
+            "speculators_config.verifier.name_or_path"
         )
     return found
 
@@ -142,8 +146,8 @@ def _refuse_other_verifier(draft: DraftConfig, text: Any, name: str) -> None:
     ):
         if own != its:
             raise InputError(
-                f"the draft was trained for a verifier of {what} {own}, {name} has {its}: name the verifier it was trained with in "
-                "train.verifier.verifier_name_or_path"
+                f"the draft was trained for a verifier of {what} {own}, {name} has {its}: name the verifier it was trained "
+                "with in train.verifier.verifier_name_or_path"
             )
 
 
@@ -152,8 +156,8 @@ def _aux_layers(draft: DraftConfig, run: RunConfig, layers: int) -> list[int]:
     stored, asked = draft.eagle_aux_hidden_state_layer_ids, run.train.draft.target_layer_ids
     if stored is None and asked is None:
         raise InputError(
-            "the checkpoint does not say which verifier layers it reads and engines would guess: set train.draft.target_layer_ids "
-            f"(speculators 0.3 with its default data reads [3, {layers // 2 + 1}, {layers - 2}])"
+            "the checkpoint does not say which verifier layers it reads and engines would guess: set "
+            f"train.draft.target_layer_ids (speculators 0.3 with its default data reads [3, {layers // 2 + 1}, {layers - 2}])"
         )
     ids = stored or sorted(asked or ())
     if asked is not None and sorted(asked) != ids:
@@ -174,7 +178,7 @@ def _cover_positions(layer: dict[str, Any], positions: int) -> None:
     if layer["rope_parameters"]["rope_type"] in ("yarn", "dynamic", "longrope"):  # their tables depend on the trained length
         layer["rope_parameters"].setdefault("original_max_position_embeddings", trained)
     logger.info(
-        f"max_position_embeddings raised from {trained} to the verifier's {positions}; beyond {trained} tokens the draft is untrained"
+        f"max_position_embeddings raised from {trained} to the verifier's {positions}; the draft is untrained beyond {trained}"
     )
 
 
@@ -184,8 +188,9 @@ def _warn_about_embedding(embed: Tensor, run: RunConfig, dtype: torch.dtype) -> 
     own = verifier_weights(section.verifier_name_or_path, names=["embed"], trust_remote_code=section.trust_remote_code).embed
     if own.shape == embed.shape and not torch.equal(own.to(dtype), embed.to(dtype)):
         logger.warning(
-            f"the draft's embedding is not that of {section.verifier_name_or_path}: right for a draft with an embedding of its own, "
-            "else it was trained with another (or a rotated, or quantised) copy of the verifier and its drafts will be refused"
+            f"the draft's embedding is not that of {section.verifier_name_or_path}: right for a draft with an embedding of "
+            "its own, else it was trained with another (or a rotated, or quantised) copy of the verifier and its "
+            "drafts will be rejected"
         )
 
 
@@ -205,7 +210,8 @@ def _refuse_foreign(output: Path, checkpoint: Path) -> None:
     foreign = sorted({path.name for path in output.iterdir()} - FILES) if output.exists() else []
     if foreign:
         raise InputError(
-            f"export.output {output} holds {', '.join(foreign[:5])}, not written by export: move it away or choose another folder"
+            f"export.output {output} holds {', '.join(foreign[:5])}, which export did not write: "
+            "move it away or choose another folder"
         )
 
 

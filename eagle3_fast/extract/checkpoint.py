@@ -63,7 +63,7 @@ def _keys(path: Path) -> list[str]:
 def checkpoint_fingerprint(folder: Path) -> str:
     """sha256 over config.json and, of every weight file, name, size, header and bytes sampled at even distances.
 
-    A file's header lists each tensor's name, dtype, shape and place, so only an edit of values that misses all samples goes unseen.
+    A header lists each tensor's name, dtype, shape and place: only an edit of values that misses all samples goes unseen.
     """
     digest = hashlib.sha256((folder / "config.json").read_bytes())
     for path in sorted(set(Checkpoint(folder).files.values())):

@@ -2,11 +2,11 @@
 
 Layouts, `stem` being the parameter's name without ".weight":
 
-    float8        stem.weight float8_e4m3fn [V, G] with stem.weight_scale or stem.weight_scale_inv: one value, one per row, or one
-                  per 128 x 128 block. All three multiply (the "_inv" of DeepSeek's files is the inverse of the *quantising* scale).
-    NVFP4         two 4-bit floats per byte, low nibble first, a float8 scale for every 16 columns, and one float32 scale:
-                  compressed-tensors: stem.weight_packed, stem.weight_scale, stem.weight_global_scale (divides)
-                  ModelOpt:           stem.weight,        stem.weight_scale, stem.weight_scale_2      (multiplies)
+    float8  stem.weight float8_e4m3fn [V, G] with stem.weight_scale or stem.weight_scale_inv: one value, one per row, or one per
+            128 x 128 block. All multiply (the "_inv" of DeepSeek's files is the inverse of the *quantising* scale).
+    NVFP4   two 4-bit floats per byte, low nibble first, a float8 scale for every 16 columns, and one float32 scale:
+            compressed-tensors: stem.weight_packed, stem.weight_scale, stem.weight_global_scale (divides)
+            ModelOpt:           stem.weight,        stem.weight_scale, stem.weight_scale_2      (multiplies)
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def read_rows(checkpoint: Checkpoint, stem: str, rows: Tensor | None) -> Tensor:
             return (_unpack_fp4(weight[picked]) * scale).bfloat16()
     extra = {key: checkpoint.shape(key) for key in checkpoint.files if key.startswith(f"{stem}.") and key != name}
     raise InputError(
-        f"{checkpoint.folder}: {name} is stored in a layout that is not supported: {weight.dtype}, shape {tuple(weight.shape)}, "
-        f"beside it {extra or 'nothing'}; use a verifier whose head and embedding are not quantised"
+        f"{checkpoint.folder}: {name} is stored in a layout that is not supported: {weight.dtype}, shape "
+        f"{tuple(weight.shape)}, beside it {extra or 'nothing'}; use a verifier whose head and embedding are not quantised"
     )
 
 

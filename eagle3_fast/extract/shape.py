@@ -1,7 +1,7 @@
 """What kind of model a verifier is: sizes, final norm, logit scale, rotary parameters. Reads config.json, no weights.
 
-Where a family's config does not tell (is the final norm's gain w or 1 + w?), the family's own class is built on the meta device and
-measured, so there is no list of families to keep up to date.
+Where a family's config does not tell (is the final norm's gain w or 1 + w?), the family's own class is built on the meta device
+and measured, so there is no list of families to keep up to date.
 """
 
 from __future__ import annotations
@@ -87,7 +87,8 @@ def local_folder(name_or_path: str | Path) -> Path:
         return Path(snapshot_download(str(name_or_path), local_files_only=True))
     except (LocalEntryNotFoundError, HFValidationError):
         raise InputError(
-            f"{name_or_path}: neither a folder nor in the Hugging Face cache; point train.verifier.verifier_name_or_path to a folder"
+            f"{name_or_path}: neither a folder nor in the Hugging Face cache; point "
+            "train.verifier.verifier_name_or_path to a folder"
         ) from None
 
 
@@ -228,7 +229,7 @@ def _rope_parameters(text: PreTrainedConfig, raw: dict[str, Any], folder: Path) 
         parameters = {"rope_type": "default", **(getattr(text, "rope_scaling", None) or {})}
         if getattr(text, "rope_theta", None):
             parameters.setdefault("rope_theta", text.rope_theta)
-    nested = [name for name, value in parameters.items() if isinstance(value, dict) and name.endswith("attention")]
+    nested = [name for name, value in parameters.items() if isinstance(value, dict) and "rope_theta" in value]
     if nested:
         chosen = "sliding_attention" if "sliding_attention" in nested else nested[0]
         say_once(f"{folder}: has rotary sets {', '.join(nested)}; the draft takes {chosen}")

@@ -29,7 +29,7 @@ class StoredStates:
 
     def __init__(self, folder: str | Path, dataset: Dataset, layer_ids: Sequence[int]) -> None:
         self.folder, self.dataset, self.n_aux = Path(folder), dataset, len(layer_ids)
-        check_manifest(folder, {"layer_ids": list(layer_ids)})
+        check_manifest(folder, {"layer_ids": sorted(layer_ids)})
 
     def load(self, row: int) -> HiddenStates:
         return read_sample(self.folder, row, token_ids(self.dataset, row), self.n_aux)

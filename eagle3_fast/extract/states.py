@@ -16,7 +16,15 @@ from torch import Tensor
 from eagle3_fast.config import RunConfig
 from eagle3_fast.errors import InputError
 from eagle3_fast.extract.sources import OnlineStates, token_ids
-from eagle3_fast.extract.store import check_manifest, is_whole, read_sample, write_manifest, write_sample
+from eagle3_fast.extract.store import (
+    MANIFEST,
+    check_manifest,
+    is_whole,
+    read_manifest,
+    read_sample,
+    write_manifest,
+    write_sample,
+)
 from eagle3_fast.extract.verifier import Verifier, checked_layer_ids
 from eagle3_fast.extract.weights import VerifierWeights, verifier_fingerprint, verifier_shape, verifier_weights
 from eagle3_fast.files import read_json
@@ -27,10 +35,10 @@ from eagle3_fast.records import HiddenStates
 FULL_DISK = 0.95
 """Share of the disk at which writing stops."""
 CHECKED_ROWS = 8
-CHECKED_TOKENS = 128
+CHECKED_TOKENS = 256
 """The self-check looks at the first tokens of rows spread evenly over the dataset."""
 LOGIT_TOLERANCE = 0.1
-"""Relative distance (root mean square) of logits from the verifier's own. bfloat16 stays below 0.02; a wrong scale is beyond 0.5."""
+"""Relative (root mean square) distance of logits from the verifier's: bfloat16 is below 0.02, a wrong scale beyond 0.5."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +66,7 @@ def extract(config: RunConfig) -> ExtractSummary:
     started = time.monotonic()
     section, folder = config.train.verifier, config.hidden_states_path
     dataset = open_prepared(config.train.data.data_path)
-    lengths = list(dataset["seq_len"])
+    lengths = dataset["seq_len"][:]
     shape = verifier_shape(section.verifier_name_or_path, section.trust_remote_code)
     layer_ids = checked_layer_ids(config.train.draft.target_layer_ids, shape.num_hidden_layers)
     dtype: torch.dtype = getattr(torch, config.train.data.hidden_states_dtype)
@@ -70,6 +78,10 @@ def extract(config: RunConfig) -> ExtractSummary:
     tokens = sum(lengths[row] for row in rows)
     token_bytes = (len(layer_ids) + 1) * shape.hidden_size * dtype.itemsize
     _announce(folder, rows, tokens, token_bytes)
+    if 0 < len(rows) < len(dataset) and read_manifest(folder) is None:
+        raise InputError(
+            f"{folder}: holds samples without {MANIFEST}, of a verifier that is not known; give another hidden_states_path"
+        )
     agreement = None
     if rows:
         verifier = Verifier(
@@ -116,8 +128,8 @@ def _announce(folder: Path, rows: list[int], tokens: int, token_bytes: int) -> N
     logger.info(f"extract: {len(rows)} rows, {tokens} tokens x {token_bytes} bytes = {needed / 1e9:.2f} GB into {folder}")
     if needed > room:
         raise InputError(
-            f"{folder}: the hidden states need {needed / 1e9:.2f} GB, {max(room, 0) / 1e9:.2f} GB may be written before the disk is "
-            f"{FULL_DISK:.0%} full; give another extract.hidden_states_path, fewer rows, or train with --online"
+            f"{folder}: the hidden states need {needed / 1e9:.2f} GB, {max(room, 0) / 1e9:.2f} GB may be written before the "
+            f"disk is {FULL_DISK:.0%} full; give another extract.hidden_states_path, fewer rows, or train with --online"
         )
 
 
@@ -142,8 +154,8 @@ def _store_all(
             tokens = sum(lengths[row] for row in batch)
             if _room(folder) < tokens * token_bytes:
                 raise InputError(
-                    f"{folder}: the disk is {FULL_DISK:.0%} full after {written} of {len(rows)} rows; make room and run extract "
-                    "again, it goes on from there"
+                    f"{folder}: the disk is {FULL_DISK:.0%} full after {written} of {len(rows)} rows; make room and run "
+                    "extract again, it goes on from there"
                 )
             for row, sample in zip(batch, source.load_many(batch), strict=True):
                 write_sample(folder, row, sample)
@@ -171,7 +183,7 @@ def check_states(samples: Sequence[HiddenStates], weights: VerifierWeights, veri
 
 
 def decided_argmax(logits: Tensor, dtype: torch.dtype) -> Tensor:
-    """Argmax of logits [T, V], -1 where the runner-up is within rounding: batches of other shapes round elsewhere in `dtype`."""
+    """Argmax of logits [T, V], -1 where the runner-up is within rounding of `dtype`: other batch shapes round otherwise."""
     top = logits.topk(2)
     rounding = torch.finfo(dtype).eps * logits.abs().amax(-1)
     return torch.where(top.values[:, 0] - top.values[:, 1] > rounding, top.indices[:, 0], -1)
@@ -182,40 +194,42 @@ class SelfCheck:
 
     def __init__(self, verifier: Verifier, dataset: Dataset, trust_remote_code: bool, minimum: float) -> None:
         self.verifier, self.dataset, self.minimum = verifier, dataset, minimum
-        step = max(len(dataset) // CHECKED_ROWS, 1)
-        self.rows = list(range(0, len(dataset), step))[:CHECKED_ROWS]
+        self.rows = range(0, len(dataset), max(len(dataset) // CHECKED_ROWS, 1))[:CHECKED_ROWS]
         weights = verifier_weights(verifier.shape.path, names=("norm", "head"), trust_remote_code=trust_remote_code)
         self.weights = replace(weights, head=weights.head.to(verifier.dtype))
-        self.prefixes = [token_ids(dataset, row)[:CHECKED_TOKENS] for row in self.rows]
-        self.logits = [verifier.logits(ids) for ids in self.prefixes]
+        self.expected: list[Tensor] = []
 
     def fresh(self) -> float:
-        """Check states computed as the run will compute them: argmax, and the logits' scale. Raises InputError."""
-        states = self.verifier.hidden_states(self.prefixes)
-        samples = [HiddenStates(token_ids=ids, states=state) for ids, state in zip(self.prefixes, states, strict=True)]
+        """Check states computed as the run will compute them: argmax, and the size of the logits. Raises InputError."""
+        prefixes = [token_ids(self.dataset, row)[:CHECKED_TOKENS] for row in self.rows]
+        samples = [HiddenStates(*pair) for pair in zip(prefixes, self.verifier.hidden_states(prefixes), strict=True)]
+        squared_difference = squared_size = 0.0
+        for sample in samples:  # one row of logits over the vocabulary at a time
+            theirs, ours = self.verifier.logits(sample.token_ids), self.weights.logits(sample.states[:, -1])
+            squared_difference += float((ours - theirs).square().sum())
+            squared_size += float(theirs.square().sum())
+            self.expected.append(decided_argmax(theirs, self.verifier.dtype))
         agreement = self._agreement(samples, "computed")
-        ours = torch.cat([self.weights.logits(state[:, -1]) for state in states])
-        theirs = torch.cat(self.logits)
-        distance = ((ours - theirs).norm() / theirs.norm()).item()
+        distance = (squared_difference / squared_size) ** 0.5
         if not distance <= LOGIT_TOLERANCE:
             raise InputError(
-                f"{self.verifier.shape.path}: logits from its head, norm and config are {distance:.0%} away from its own: its family "
-                f"({self.verifier.shape.model_type}) scales or caps logits in a way that is not known here"
+                f"{self.verifier.shape.path}: logits from its head, norm and config are {distance:.0%} away from its own: its "
+                f"family ({self.verifier.shape.model_type}) scales or caps logits in a way that is not known here"
             )
         return agreement
 
     def stored(self, folder: Path) -> float:
-        """The same check on what was written. Raises InputError."""
+        """The same check on what was written, after `fresh`. Raises InputError."""
         n_aux = len(self.verifier.layer_ids)
         samples = [read_sample(folder, row, token_ids(self.dataset, row), n_aux) for row in self.rows]
         return self._agreement(samples, "stored")
 
     def _agreement(self, samples: Sequence[HiddenStates], what: str) -> float:
-        expected = [decided_argmax(logits, self.verifier.dtype) for logits in self.logits]
-        agreement = check_states(samples, self.weights, expected)
+        agreement = check_states(samples, self.weights, self.expected)
         if agreement < self.minimum:
             raise InputError(
-                f"{what} hidden states give the verifier's own token at {agreement:.1%} of positions, extract.minimum_agreement is "
-                f"{self.minimum:.1%}; the last state is not the one before the final norm, or norm and head are not this verifier's"
+                f"{what} hidden states give the verifier's own token at {agreement:.1%} of positions, "
+                f"extract.minimum_agreement is {self.minimum:.1%}; the last state is not the one before the final norm, or "
+                "norm and head are not this verifier's"
             )
         return agreement

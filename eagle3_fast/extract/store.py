@@ -49,7 +49,7 @@ def read_sample(folder: str | Path, row: int, expected_ids: Tensor, n_aux: int) 
         n_aux: aux layers the draft takes; the file must hold one layer more, the last.
 
     Raises:
-        SampleError: the file is missing, damaged, of other tokens, of another number of layers, or holds a value that is not finite.
+        SampleError: the file is missing, damaged, of other tokens or another number of layers, or a value is not finite.
     """
     path = sample_path(folder, row)
     try:
@@ -78,7 +78,7 @@ def is_whole(folder: str | Path, row: int, expected_ids: Tensor, n_aux: int) -> 
 
 
 def _check_header(path: Path, file: Any, expected_ids: Tensor, n_aux: int) -> None:
-    """Everything that can be checked without reading the states. safetensors itself compares header and file size on opening."""
+    """All that can be checked without reading the states. safetensors itself compares header and file size on opening."""
     missing = {"hidden_states", "token_ids"} - set(file.keys())
     if missing:
         raise SampleError(str(path), f"holds no {' and no '.join(sorted(missing))}; run extract again")
@@ -114,7 +114,8 @@ def _check_finite(path: Path, states: Tensor) -> None:
         at = int((~states.isfinite()).flatten(1).any(1).nonzero()[0])
         raise SampleError(
             str(path),
-            f"the states of token {at} are not finite ({states.dtype} overflows?); extract with hidden_states_dtype bfloat16 or float32",
+            f"the states of token {at} are not finite ({states.dtype} overflows?); "
+            "extract with hidden_states_dtype bfloat16 or float32",
         )
 
 

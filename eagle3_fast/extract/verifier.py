@@ -90,7 +90,7 @@ class Verifier:
     def hidden_states(self, batch: Sequence[Tensor]) -> list[Tensor]:
         """States of each sequence: [T, n_aux + 1, G] on the CPU, aux layers ascending, then the state before the final norm.
 
-        `batch` holds int64 [T] each, T >= 1, of any lengths. A sequence's states do not depend on the others. The head is not run.
+        `batch` holds int64 [T] each, T >= 1, of any lengths. A sequence's states do not depend on the others. No head is run.
         """
         input_ids, mask = self._padded(batch)
         with self._captured() as states:
@@ -111,7 +111,7 @@ class Verifier:
         return output.logits[0].float(), self._stacked(states)[0]
 
     def new_cache(self) -> DynamicCache:
-        """An empty cache for `forward_cached` that `crop` can shorten. Raises InputError for verifiers with recurrent layers."""
+        """An empty cache for `forward_cached` that `crop` can shorten. Raises InputError where layers are recurrent."""
         kinds = getattr(self.config, "layer_types", None) or []
         if any(word in kind for kind in kinds for word in UNCROPPABLE):
             raise InputError(

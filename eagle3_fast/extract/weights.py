@@ -1,7 +1,7 @@
 """Embedding, final norm and head of a verifier, read alone: the model is never loaded.
 
-Where they lie (names as in the contract of speculators, section 2.2): the exact name, else the shortest name that ends in it outside
-of layers, vision, audio and multi-token-prediction parts, else the aliases of other families.
+Where they lie (names as in the contract of speculators, section 2.2): the exact name, else the shortest name that ends in it
+outside of layers, vision, audio and multi-token-prediction parts, else the aliases of other families.
 """
 
 from __future__ import annotations
@@ -111,8 +111,8 @@ def _head(checkpoint: Checkpoint, shape: VerifierShape, rows: Tensor | None, tie
     if tie_missing_head:
         return _embed(checkpoint, shape, rows)
     raise InputError(
-        f"{shape.path}: config.json says tie_word_embeddings is false, yet no head is stored{_near(checkpoint, 'head')}; the upload is "
-        "incomplete, or the head is the embedding: then set tie_word_embeddings to true in config.json"
+        f"{shape.path}: config.json says tie_word_embeddings is false, yet no head is stored{_near(checkpoint, 'head')}; the "
+        "upload is incomplete, or the head is the embedding: then set tie_word_embeddings to true in config.json"
     )
 
 

@@ -37,7 +37,7 @@ class RotaryTable(LlamaRotaryEmbedding):
     def __init__(self, config: LayerConfig) -> None:
         super().__init__(
             LlamaConfig(
-                hidden_size=config.hidden_size,
+                hidden_size=config.num_attention_heads * config.head_dim,  # transformers asks for a multiple; only head_dim counts
                 num_attention_heads=config.num_attention_heads,
                 num_key_value_heads=config.num_key_value_heads,
                 head_dim=config.head_dim,

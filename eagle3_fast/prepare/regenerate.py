@@ -1,8 +1,8 @@
 """The verifier answers the prompts itself, so that the draft trains on text that the verifier writes.
 
 Every user turn is answered in sequence, each with the verifier's own earlier replies before it. Finished batches are appended
-to `<output>.partial`; when all are done the rows go to `output` in prompt order. A kill loses at most the batch in work: batches
-are cut from all prompts whether answered or not and each has its own seed, so a resumed run writes the same text.
+to `<output>.partial`; when all are done the rows go to `output` in prompt order. A kill loses at most the batch in work:
+batches are cut from all prompts whether answered or not and each has its own seed, so a resumed run writes the same text.
 """
 
 from __future__ import annotations

@@ -267,6 +267,7 @@ def _swap_in(rows: datasets.Dataset, token_freq: dict[int, int], manifest: dict[
     """Replace the rows of `folder` and what was made from them. Without state.json, written last, nobody takes it for rows."""
     final = work / "final"
     shutil.rmtree(final, ignore_errors=True)
+    rows.reset_format()  # concatenation has set one, which would be stored
     rows.save_to_disk(str(final))
     torch.save(token_freq, final / "token_freq.pt")
     for pattern in (

@@ -5,10 +5,10 @@ what the verifier itself emits after a generation prompt: reasoning, content and
 lie in the text is learnt in one of two ways:
 
 * generation markers: the template says so itself with `{% generation %}`;
-* turn boundaries: the conversation is rendered a second time with a mark after the text of every message. Without its marks that
-  text must equal the first render, so a mark gives the exact end of a reply whatever the template does to it (trim it, drop
-  earlier reasoning). A reply starts where the generation prompt ends: the text that the template, asked for a generation prompt,
-  puts after the mark of the message before it.
+* turn boundaries: the conversation is rendered a second time with a mark after the text of every message. Without its marks
+  that text must equal the first render, so a mark gives the exact end of a reply whatever the template does to it (trim it,
+  drop earlier reasoning). A reply starts where the generation prompt ends: after the text that the template, asked for such a
+  prompt, puts behind the mark of the message before it.
 
 A token that lies across the start of a span is supervised: it carries the first letters of the reply.
 """
@@ -65,17 +65,18 @@ class ChatTokenizer:
         self._compare_with_prompt(messages, text)
         encoding = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         ids, offsets = encoding["input_ids"], encoding["offset_mapping"]
+        pieces = [text[a:b] for a, b in offsets]
         mask = [0] * len(ids)
         for span in spans:
             first, end = _tokens_of(offsets, span)
             if first < end and offsets[first][0] < span[0]:
                 self.notes.setdefault(
                     "first token",
-                    f"the first token of some replies begins in the generation prompt ({text[slice(*offsets[first])]!r}); "
+                    f"the first token of some replies begins in the generation prompt ({pieces[first]!r}); "
                     "a server gives the verifier other ids there",
                 )
             if not (isinstance(conversation, CutConversation) and span is spans[-1]):
-                end = self._with_turn_end(ids, [text[a:b] for a, b in offsets[end : end + 4]], end)
+                end = self._with_turn_end(ids, pieces, end)
             mask[first:end] = [1] * (end - first)
         return TokenizedExample(ids, mask)
 
@@ -147,16 +148,16 @@ class ChatTokenizer:
         if not text.startswith(prompt):
             at = _shared_length(prompt, text)
             self.notes["prompt"] = (
-                f"the chat template renders a stored reply otherwise than it prompts for one: at character {at} the prompt goes "
-                f"on with {prompt[at : at + 40]!r}, the stored chat with {text[at : at + 40]!r}"
+                f"the chat template renders a stored reply otherwise than it prompts for one: at character {at} the prompt "
+                f"goes on with {prompt[at : at + 40]!r}, the stored chat with {text[at : at + 40]!r}"
             )
 
-    def _with_turn_end(self, ids: list[int], following: list[str], end: int) -> int:
+    def _with_turn_end(self, ids: list[int], pieces: list[str], end: int) -> int:
         """The end of a turn's tokens, moved past its stop token when nothing but blanks stands before it."""
-        for ahead, piece in enumerate(following):
-            if ids[end + ahead] in self.stop_ids:
-                return end + ahead + 1
-            if piece.strip():
+        for index in range(end, len(ids)):
+            if ids[index] in self.stop_ids:
+                return index + 1
+            if pieces[index].strip():
                 break
         self.notes.setdefault(
             "turn end", "some replies are not followed by a stop token of the verifier; their end is not supervised"

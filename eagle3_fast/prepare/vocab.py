@@ -1,8 +1,8 @@
 """The draft vocabulary: which verifier tokens the draft can propose.
 
 Two tensors say it (contract of speculators, section 4): `t2d` marks the chosen verifier tokens, and draft id i stands for
-verifier id i + d2t[i]. They are built from the supervised token counts that `prepare` writes, and nothing takes them for granted:
-a mapping is checked against both sizes whatever its source.
+verifier id i + d2t[i]. They are built from the supervised token counts that `prepare` writes, and nothing takes them for
+granted: a mapping is checked against both sizes whatever its source.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ def vocab(config: RunConfig) -> dict[str, Any] | None:
 
 
 def load_token_freq(path: Path) -> dict[int, int]:
-    """Token counts as `prepare` and speculators write them: `torch.save` of a plain dict. Raises InputError for anything else."""
+    """Token counts as `prepare` and speculators write them, `torch.save` of a plain dict. Raises InputError otherwise."""
     try:
         counts = torch.load(path, weights_only=True)
     except (RuntimeError, pickle.UnpicklingError, EOFError) as error:

@@ -15,7 +15,7 @@ from eagle3_fast.extract.store import SampleError
 from eagle3_fast.extract.verifier import Verifier
 from eagle3_fast.log import logger
 from eagle3_fast.model.config import DraftConfig
-from eagle3_fast.prepare.shards import open_prepared
+from eagle3_fast.prepare.dataset import open_prepared
 from eagle3_fast.records import PackedBatch
 from eagle3_fast.train.packing import PackingSampler, pack
 

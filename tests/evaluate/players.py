@@ -1,9 +1,8 @@
-"""Who plays in the decoding tests: drafts of many kinds, a drafter with a known hit pattern, and a verifier that is a small table."""
+"""Who plays in the decoding tests: drafts of many kinds, a drafter with a known hit pattern, a verifier that is a table."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +11,7 @@ from eagle3_fast.evaluate.choice import Greedy, Proposal
 from eagle3_fast.evaluate.drafter import Drafter
 from eagle3_fast.model.config import DraftConfig
 from eagle3_fast.model.draft import Draft
-from tests.export.drafts import draft_config
+from tests.export.drafts import draft_config, map_vocabulary
 from tests.verifiers import VOCAB
 
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5, "num_hidden_layers": 2}
@@ -47,7 +46,7 @@ class Rigged(Drafter):
 
 
 class TableVerifier:
-    """A verifier whose next token depends on the last two through a table of logits [V, V, V]; its cache is a list of tokens."""
+    """A verifier whose next token depends on the last two by a table of logits [V, V, V]; its cache is a list of tokens."""
 
     device = "cpu"
 
@@ -73,6 +72,12 @@ class TableVerifier:
         del cache[length:]
 
 
-def table_draft_config(vocab_size: int, draft_vocab_size: int, **layer: Any) -> DraftConfig:
-    """A small draft for `TableVerifier(vocab_size, 32, 3)`."""
-    return draft_config({"vocab_size": vocab_size, **layer}, draft_vocab_size=draft_vocab_size)
+def table_draft(vocab_size: int, draft_vocab_size: int) -> Draft:
+    """A random draft for `TableVerifier(vocab_size, 32, 3)`; a reduced vocabulary is the last ids of the verifier's."""
+    draft = Draft(draft_config({"vocab_size": vocab_size}, draft_vocab_size=draft_vocab_size))
+    with torch.no_grad():
+        for parameter in draft.parameters():
+            parameter.copy_(0.4 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(parameter.numel())))
+    if draft.config.reduced_vocab:
+        map_vocabulary(draft, torch.arange(vocab_size - draft_vocab_size, vocab_size))
+    return draft

@@ -115,7 +115,9 @@ def test_drafts_are_ids_of_the_verifier_and_their_distributions_cover_its_vocabu
     verifier_ids = Drafter(draft, Greedy(), 1).verifier_ids
     assert verifier_ids.tolist() == list(MAP)
     spread = Drafter(draft, Greedy(), 1)._spread(torch.arange(24.0))
-    assert spread.shape == (64,) and spread[list(MAP)].tolist() == list(range(24)) and spread.sum() == sum(range(24))
+    assert spread.shape == (64,)
+    assert spread[list(MAP)].tolist() == list(range(24))
+    assert spread.sum() == sum(range(24))
     whole = toy_draft(DRAFTS["full vocabulary"]())
     assert Drafter(whole, Greedy(), 1).verifier_ids.tolist() == list(range(64))
 

@@ -181,7 +181,7 @@ def test_a_failed_check_leaves_the_old_folder(verifier: Path, checkpoint: Path, 
     with torch.no_grad():
         draft.fc.weight[0, 0] = torch.nan
     save_draft(draft, checkpoint, torch.float32)
-    with pytest.raises(InputError, match="not finite"):
+    with pytest.raises(InputError, match=f"export of {checkpoint}: fc.weight has values that are not finite"):
         export(run, checkpoint)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint", "out"]
@@ -210,6 +210,6 @@ def test_refuses_to_replace_what_it_did_not_write(verifier: Path, checkpoint: Pa
         export(run_config(verifier, checkpoint), checkpoint)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("x")
-    with pytest.raises(InputError, match="holds thesis.tex"):
+    with pytest.raises(InputError, match=r"holds thesis\.tex"):
         export(run_config(verifier, tmp_path / "mine"), checkpoint)
     assert (tmp_path / "mine" / "thesis.tex").read_text() == "x"

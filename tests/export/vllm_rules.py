@@ -1,7 +1,7 @@
 """How vLLM 0.32 reads an exported draft, written again in plain code from the contract alone (section 9.1).
 
-Imports nothing of the package and reads only config.json and model.safetensors of the folder. Stricter than vLLM in one point: a missing
-tensor, which vLLM leaves at its initial value without a word, is an error here, as an extra one is.
+Imports nothing of the package and reads only config.json and model.safetensors of the folder. Stricter than vLLM in one point:
+a missing tensor, which vLLM leaves at its initial value without a word, is an error here, as an extra one is.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ class ServedDraft:
 
     def __post_init__(self) -> None:
         raw = json.loads((self.folder / "config.json").read_text())
-        assert "model_type" not in raw and "speculators_config" in raw, "not detected as a speculators draft"
+        assert "speculators_config" in raw, "not detected as a speculators draft"
+        assert "model_type" not in raw, "taken for a model of that type"
         self.verifier = raw["speculators_config"]["verifier"]["name_or_path"]
         self.speculative_tokens = raw["speculators_config"]["proposal_methods"][0]["speculative_tokens"]
         self.layer = raw["transformer_layer_config"]
@@ -129,8 +130,10 @@ class ServedDraft:
         return self.linear(out.flatten(1), at + "o_proj")
 
     def forward(self, tokens: Tensor, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """tokens [T] and hidden states [T, H] at `positions`, after whatever the cache holds -> (logits over the verifier's vocabulary
-        [T, V], hidden state for the next step [T, H])."""
+        """Tokens [T] and hidden states [T, H] at `positions`, after whatever the cache holds.
+
+        Returns logits over the verifier's vocabulary [T, V] and hidden states for the next step [T, H].
+        """
         empty = torch.empty(0, self.kv_heads, self.head_dim, dtype=torch.float64)
         self.cache = self.cache or [(torch.empty(0, dtype=torch.int64), empty, empty)] * self.layer["num_hidden_layers"]
         embeds = self.weight("embed_tokens.weight")[tokens]
@@ -158,7 +161,7 @@ class ServedDraft:
         return full
 
     def draft(self, tokens: Tensor, aux: Tensor, count: int) -> list[int]:
-        """`count` greedy drafts after `tokens` [T + 1], of which all but the last are what the aux states [T, F] were computed on.
+        """`count` greedy drafts after `tokens` [T + 1]; the aux states [T, F] are those of all but the last.
 
         Position t of the draft holds token t + 1 beside the verifier's state of token t.
         """

@@ -117,8 +117,7 @@ def test_unusable_configs_are_explained_in_one_line(changes, message, tmp_path):
     assert "\n" not in str(error.value)
 
 
-def test_folder_or_cached_id_only(tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+def test_folder_or_cached_id_only(tmp_path):
     for name in ("nobody/nothing", str(tmp_path / "gone")):
         with pytest.raises(InputError, match="neither a folder nor in the Hugging Face cache; point"):
             verifier_shape(name)

@@ -100,6 +100,15 @@ def test_a_folder_of_other_settings_is_refused(root):
         extract(run_config(root))
 
 
+def test_samples_of_an_unknown_verifier_are_not_mixed_with_ours(root):
+    extract(run_config(root))
+    (root / "data/hidden_states/extract.json").unlink()
+    assert extract(run_config(root)).written == 0
+    sample_path(root / "data/hidden_states", 4).unlink()
+    with pytest.raises(InputError, match="without extract.json, of a verifier that is not known"):
+        extract(run_config(root))
+
+
 def test_other_prepared_rows_are_refused(root):
     extract(run_config(root))
     write_json(root / "data/prepare.json", {"key": "other", "tokenizer": "t"})

@@ -16,6 +16,7 @@ from eagle3_fast.config import RunConfig
 from eagle3_fast.errors import InputError
 from eagle3_fast.prepare import shards
 from eagle3_fast.prepare.dataset import open_prepared, validate_ids
+from eagle3_fast.prepare.display import show_row
 from eagle3_fast.prepare.shards import prepare
 from eagle3_fast.prepare.tokenizer import tokenizer_hash
 
@@ -63,6 +64,9 @@ def test_layout_counts_and_manifest(run_config: Configure, make_verifier: Verifi
     assert manifest["mask_path"] == "turn boundaries"
     assert manifest["tokenizer"] == tokenizer_hash(str(verifier))
     assert not list((tmp_path / "out").glob(".*"))
+    assert "⟦the answer is 0 <|im_end|>⟧" in show_row(run_config(verifier), 0)
+    with pytest.raises(InputError, match="there is no row 11; it holds rows 0 to 10"):
+        show_row(run_config(verifier), 11)
 
 
 def test_rows_follow_every_setting(run_config: Configure, make_verifier: Verifier, write_jsonl: Write, tmp_path: Path) -> None:
@@ -187,14 +191,17 @@ def test_a_kill_while_swapping_leaves_no_half_folder(
     assert len(contents(tmp_path / "out")) == 5
 
 
-def test_long_prompts_leave_no_rows(run_config: Configure, make_verifier: Verifier, write_jsonl: Write) -> None:
+def test_long_prompts_leave_no_rows(
+    run_config: Configure, make_verifier: Verifier, write_jsonl: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shards, "SHARD_ROWS", 8)  # the first shard has no rows at all
     long = [{"prompt": "why " * 200, "response": "because"}] * 8
     verifier = make_verifier()
     with pytest.raises(
         InputError, match=r"8 x no supervised token in its first 64 tokens \(rows of up to \d{3} tokens, .* is 64\)"
     ):
         prepare(run_config(verifier, prepare={"data": [write_jsonl(long)], "seq_length": 64}))
-    kept = prepare(run_config(verifier, prepare={"data": [write_jsonl([*long, *ROWS])], "seq_length": 64}))
+    kept = prepare(run_config(verifier, prepare={"data": [write_jsonl([*long, *ROWS])], "seq_length": 64, "num_workers": 1}))
     assert kept["rows"] == 10
     assert kept["dropped"] == {"no supervised token in its first 64 tokens": 8}
 

@@ -147,7 +147,8 @@ def test_cut_reply_has_no_end(make_tokenizer: Make) -> None:
 
 def test_note_when_the_reply_does_not_follow_the_prompt(make_tokenizer: Make) -> None:
     chats = ChatTokenizer(make_tokenizer(CHATML.replace("assistant\n' }}{% endif", "assistant\n<think>\n' }}{% endif")), STOP)
-    chats.tokenize(words("hi", "the answer"))
+    example = chats.tokenize(words("hi", "the answer"))
+    assert supervised(chats.tokenizer, example) == ["the answer<|im_end|>"]
     assert "the prompt goes on with '<think>" in chats.notes["prompt"]
     assert "the stored chat with 'the answer" in chats.notes["prompt"]
     plain = ChatTokenizer(make_tokenizer(CHATML), STOP)

@@ -1,0 +1,237 @@
+"""`linear_divergence` against float64 autograd, and the properties that need no reference."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from eagle3_fast.config import LOSS_TERMS
+from eagle3_fast.ops import linear_divergence
+from eagle3_fast.reference import linear_divergence as reference
+from eagle3_fast.testing.budget import assert_within_budget
+from eagle3_fast.testing.cases import LINEAR_DIVERGENCE, LinearDivergenceCase
+
+ORDINARY = LINEAR_DIVERGENCE[0]
+MIX = {"kl_div": 0.25, "tv": 2.0, "jsd": 1.0}
+
+
+def by_autograd(inputs: dict, kinds: dict[str, float], dtype: torch.dtype) -> tuple:
+    """Loss, rows and gradients of the reference, computed in `dtype`."""
+    cast = {name: value.detach().to(dtype) if value.is_floating_point() else value for name, value in inputs.items()}
+    cast["h_MH"].requires_grad_()
+    cast["w_VH"].requires_grad_()
+    loss, rows = reference.linear_divergence(*cast.values(), list(kinds), list(kinds.values()))
+    gradients = torch.autograd.grad(loss, (cast["h_MH"], cast["w_VH"])) if loss.requires_grad else (None, None)
+    return loss.detach(), rows, gradients
+
+
+@pytest.mark.parametrize("case", LINEAR_DIVERGENCE, ids=lambda case: case.name)
+@pytest.mark.parametrize("kind", LOSS_TERMS)
+def test_value_and_gradients(case: LinearDivergenceCase, kind: str) -> None:
+    inputs, kinds = case.inputs(torch.float32), {kind: 1.0}
+    result = linear_divergence(**inputs, kinds=kinds)
+    result.loss.backward()
+    exact_loss, exact_rows, exact = by_autograd(inputs, kinds, torch.float64)
+    eager_loss, eager_rows, eager = by_autograd(inputs, kinds, torch.float32)
+    assert_within_budget(result.loss.detach(), exact_loss, eager_loss, "loss")
+    assert_within_budget(result.terms_ME, exact_rows.terms_ME.detach(), eager_rows.terms_ME, "divergences")
+    assert_within_budget(result.overlap_M, exact_rows.overlap_M, eager_rows.overlap_M, "overlap")
+    assert_within_budget(result.draft_lse_M, exact_rows.draft_lse_M, eager_rows.draft_lse_M, "draft log-sum-exp")
+    for name, exact_gradient, eager_gradient in zip(("h_MH", "w_VH"), exact, eager, strict=True):
+        assert_within_budget(inputs[name].grad, exact_gradient, eager_gradient, f"gradient of {name}")
+
+
+def test_weighted_mix_is_the_sum_of_its_terms() -> None:
+    inputs = ORDINARY.inputs(torch.float64)
+    parts = [weight * linear_divergence(**inputs, kinds={kind: 1.0}).loss for kind, weight in MIX.items()]
+    whole = linear_divergence(**inputs, kinds=MIX)
+    assert torch.allclose(whole.loss, sum(parts), rtol=1e-12)
+    assert whole.terms_ME.shape == (ORDINARY.rows, 3)
+
+
+@pytest.mark.parametrize("kind", LOSS_TERMS)
+def test_bf16_inputs_lose_less_than_one_percent_near_convergence(kind: str) -> None:
+    draw = torch.Generator().manual_seed(0)
+    t = torch.randn(256, 256, generator=draw)
+    u = torch.randn(4096, 256, generator=draw) * 256**-0.5 * 3
+    h = (t + 1e-2 * torch.randn(256, 256, generator=draw)).bfloat16().requires_grad_()
+    u, t = u.bfloat16(), t.bfloat16()
+    row, weight = torch.arange(256), torch.full((256,), 1 / 256)
+    linear_divergence(h, u, t, u, row, weight, {kind: 1.0}).loss.backward()
+    exact = h.detach().double().requires_grad_()
+    loss, _ = reference.linear_divergence(exact, u.double(), t.double(), u.double(), row, weight.double(), [kind], [1.0])
+    loss.backward()
+    assert (h.grad.double() - exact.grad).norm() <= 0.01 * exact.grad.norm()
+
+
+@pytest.mark.parametrize("kind", [kind for kind in LOSS_TERMS if kind != "ce"])
+def test_a_draft_equal_to_the_verifier_has_nothing_to_learn(kind: str) -> None:
+    draw = torch.Generator().manual_seed(0)
+    h, w = torch.randn(6, 8, generator=draw, dtype=torch.float64), torch.randn(40, 8, generator=draw, dtype=torch.float64)
+    h.requires_grad_()
+    result = linear_divergence(h, w, h.detach(), w, torch.arange(6), torch.ones(6, dtype=torch.float64), {kind: 1.0})
+    result.loss.backward()
+    assert abs(result.loss.item()) < 1e-12
+    assert h.grad.abs().max() < 1e-12
+    assert torch.equal(result.draft_top1_M, result.verifier_top1_M)
+
+
+def test_rows_do_not_depend_on_each_other() -> None:
+    inputs = ORDINARY.inputs(torch.float64)
+    order = torch.randperm(ORDINARY.rows, generator=torch.Generator().manual_seed(1))
+    whole = linear_divergence(**inputs, kinds=MIX)
+    mixed = {**inputs, **{name: inputs[name][order] for name in ("h_MH", "target_row_M", "row_weight_M")}}
+    permuted = linear_divergence(**mixed, kinds=MIX)
+    assert torch.allclose(permuted.terms_ME, whole.terms_ME[order], rtol=1e-12)
+    single = {**inputs, **{name: inputs[name][4:5] for name in ("h_MH", "target_row_M", "row_weight_M")}}
+    assert torch.allclose(linear_divergence(**single, kinds=MIX).terms_ME, whole.terms_ME[4:5], rtol=1e-12)
+
+
+def test_permuting_the_vocabulary_changes_nothing() -> None:
+    inputs = ORDINARY.inputs(torch.float64)
+    order = torch.randperm(ORDINARY.vocab, generator=torch.Generator().manual_seed(1))
+    permuted = linear_divergence(**{**inputs, "w_VH": inputs["w_VH"][order], "u_VG": inputs["u_VG"][order]}, kinds=MIX)
+    assert torch.allclose(permuted.loss, linear_divergence(**inputs, kinds=MIX).loss, rtol=1e-12)
+
+
+def test_a_frozen_head_gets_no_gradient_and_no_buffer() -> None:
+    inputs = ORDINARY.inputs(torch.float32)
+    frozen = {**inputs, "w_VH": inputs["w_VH"].detach()}
+    linear_divergence(**frozen, kinds=MIX).loss.backward()
+    raw = torch.ops.eagle3_fast.linear_divergence(*frozen.values(), "kl_div", [1.0], 0.0, True, False)
+    assert frozen["w_VH"].grad is None
+    assert raw[-1].numel() == 0
+
+
+def test_two_losses_of_the_same_tensors_add_their_gradients() -> None:
+    inputs = ORDINARY.inputs(torch.float64)
+    before = inputs["h_MH"].detach().clone()
+    first, second = (linear_divergence(**inputs, kinds={kind: 1.0}).loss for kind in ("kl_div", "tv"))
+    (first + second).backward(retain_graph=True)
+    once = inputs["h_MH"].grad.clone()
+    (first + second).backward()
+    assert torch.allclose(inputs["h_MH"].grad, 2 * once)
+    assert torch.equal(inputs["h_MH"].detach(), before)
+
+
+def test_loss_is_the_same_without_gradients() -> None:
+    inputs = ORDINARY.inputs(torch.float32)
+    with torch.no_grad():
+        quiet = linear_divergence(**inputs, kinds=MIX)
+    assert torch.equal(quiet.loss, linear_divergence(**inputs, kinds=MIX).loss.detach())
+
+
+def test_autocast_outside_does_not_reach_the_products() -> None:
+    inputs = ORDINARY.inputs(torch.float32)
+    plain = linear_divergence(**inputs, kinds=MIX).loss
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(linear_divergence(**inputs, kinds=MIX).loss, plain)
+
+
+def test_strided_inputs() -> None:
+    inputs = ORDINARY.inputs(torch.float32)
+    wide = torch.stack((inputs["h_MH"], torch.zeros_like(inputs["h_MH"])), dim=1).detach()[:, 0]
+    tall = inputs["w_VH"].detach().T.contiguous().T
+    result = linear_divergence(**{**inputs, "h_MH": wide.requires_grad_(), "w_VH": tall}, kinds=MIX)
+    result.loss.backward()
+    plain = {**inputs, "w_VH": inputs["w_VH"].detach()}
+    expected = linear_divergence(**plain, kinds=MIX)
+    expected.loss.backward()
+    assert torch.allclose(result.loss, expected.loss)
+    assert torch.allclose(wide.grad, inputs["h_MH"].grad)
+
+
+@pytest.mark.parametrize("kind", ["kl_div", "rkl", "jsd", "tv", "nla", "lk_hybrid"])
+def test_underflow_on_both_sides_stays_finite(kind: str) -> None:
+    z = torch.tensor([[200.0, 0.0, -200.0]])
+    t = torch.tensor([[-200.0, 0.0, 200.0]])
+    eye = torch.eye(3)
+    h = z.clone().requires_grad_()
+    result = linear_divergence(h, eye, t, eye, torch.zeros(1, dtype=torch.int64), torch.ones(1), {kind: 1.0})
+    result.loss.backward()
+    exact, gradient = _exact_of_logits(z, t, kind)
+    assert result.loss.isfinite()
+    assert h.grad.isfinite().all()
+    assert math.isclose(result.loss.item(), exact, rel_tol=1e-5, abs_tol=1e-6)
+    assert torch.allclose(h.grad.double(), gradient, rtol=1e-5, atol=1e-6)
+
+
+def _exact_of_logits(z: torch.Tensor, t: torch.Tensor, kind: str) -> tuple[float, torch.Tensor]:
+    wide = z.double().requires_grad_()
+    terms = reference.row_divergences(reference.distributions(wide, t.double()), [kind]).terms_ME
+    terms.sum().backward()
+    return terms.item(), wide.grad
+
+
+def test_a_common_offset_of_the_logits_changes_nothing() -> None:
+    draw = torch.Generator().manual_seed(0)
+    z, t = torch.randn(4, 50, generator=draw), torch.randn(4, 50, generator=draw)
+    losses = []
+    for offset in (0.0, 1e2, 1e4):
+        rows = reference.row_divergences(reference.distributions(z + offset, t + offset), ["kl_div"])
+        losses.append(rows.terms_ME)
+    assert all((loss - losses[0]).abs().max() < 1e-3 for loss in losses)
+
+
+def test_masked_vocabulary_entries_add_nothing() -> None:
+    draw = torch.Generator().manual_seed(0)
+    z, t = torch.randn(4, 50, generator=draw), torch.randn(4, 50, generator=draw)
+    masked = [torch.cat((x, torch.full((4, 7), -torch.inf)), dim=1) for x in (z, t)]
+    for kind in LOSS_TERMS:
+        whole = reference.row_divergences(reference.distributions(*masked), [kind]).terms_ME
+        part = reference.row_divergences(reference.distributions(z, t), [kind]).terms_ME
+        assert torch.allclose(whole, part, atol=1e-6), kind
+        gradient = reference.logit_gradient(reference.distributions(*masked), [kind], [1.0])
+        assert torch.allclose(gradient[:, :50], reference.logit_gradient(reference.distributions(z, t), [kind], [1.0]), atol=1e-6)
+        assert (gradient[:, 50:] == 0).all()
+
+
+def test_softcap_bends_verifier_logits_only() -> None:
+    inputs = ORDINARY.inputs(torch.float64)
+    capped = linear_divergence(**inputs, kinds={"kl_div": 1.0}, verifier_softcap=2.0)
+    logits = 2.0 * torch.tanh(inputs["t_RG"] @ inputs["u_VG"].T / 2.0)
+    rows = reference.row_divergences(
+        reference.distributions(inputs["h_MH"] @ inputs["w_VH"].T, logits[inputs["target_row_M"]]), ["kl_div"]
+    )
+    assert torch.allclose(capped.terms_ME, rows.terms_ME, rtol=1e-10)
+
+
+def test_many_rows_do_not_overflow_the_mean() -> None:
+    rows = 65_536
+    h, w = torch.ones(rows, 1, dtype=torch.bfloat16), torch.tensor([[0.0], [8.0]], dtype=torch.bfloat16)
+    t, u = torch.ones(1, 1, dtype=torch.bfloat16), torch.tensor([[100.0], [0.0]], dtype=torch.bfloat16)
+    weight = torch.full((rows,), 1 / rows)
+    loss = linear_divergence(h, w, t, u, torch.zeros(rows, dtype=torch.int64), weight, {"kl_div": 1.0}).loss
+    assert math.isclose(loss.item(), math.log1p(math.exp(8)), rel_tol=1e-5)
+
+
+def test_ties_take_the_lowest_index() -> None:
+    w = torch.zeros(1026, 4)
+    result = linear_divergence(
+        torch.ones(3, 4), w - 1, torch.ones(1, 4), w - 1, torch.zeros(3, dtype=torch.int64), torch.ones(3), {"ce": 1.0}
+    )
+    assert result.draft_top1_M.tolist() == [0, 0, 0] == result.verifier_top1_M.tolist()
+
+
+def test_opcheck() -> None:
+    inputs = LinearDivergenceCase("small", 5, 3, 11, hidden=4, verifier_hidden=6).inputs(torch.float32)
+    torch.library.opcheck(torch.ops.eagle3_fast.linear_divergence, (*inputs.values(), "kl_div,tv", [1.0, 0.5], 0.0, True, True))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"w_VH": torch.zeros(7, 32)}, "map the vocabulary first"),
+        ({"w_VH": torch.zeros(0, 32)}, "ZeRO-3"),
+        ({"w_VH": torch.zeros(101, 31)}, r"h \[M, H\]"),
+        ({"t_RG": torch.zeros(19, 47)}, r"t \[R, G\]"),
+        ({"target_row_M": torch.zeros(37)}, "target_row"),
+        ({"row_weight_M": torch.zeros(36)}, "row_weight"),
+        ({"t_RG": torch.zeros(19, 48).bfloat16()}, "share a float dtype"),
+    ],
+)
+def test_wrong_inputs_are_named(change: dict, message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        linear_divergence(**{**ORDINARY.inputs(torch.float32), **change}, kinds={"kl_div": 1.0})
