@@ -169,18 +169,16 @@ def table(result: dict[str, Any], console: Console | None = None) -> None:
     """Print one line for each prompt set of an evaluation, to standard output if no console is given."""
     ways = "greedy" if result["temperature"] == 0 else f"temperature {result['temperature']:g}"
     view = Table(title=f"{result['draft']}: {result['draft_tokens']} drafts a pass, {ways}, {result['dtype']}")
-    view.caption = (
-        f"tau: {result['tau_convention']}. αk: drafts 0..k all accepted, of the passes that offered them. /s: tokens."
-    )
+    view.caption = f"tau: {result['tau_convention']}. αk: drafts 0..k all accepted, of the passes that offered them. same: texts as decoded without drafts."
     view.add_column("set")
     alphas = [f"α{k}" for k in range(result["draft_tokens"])]
-    for heading in ("identical", *alphas, "tau", "plain/s", "draft/s", "speedup"):
+    for heading in ("same", *alphas, "tau", "plain t/s", "draft t/s", "speedup"):
         view.add_column(heading, justify="right")
     for entry in result["prompt_sets"]:
         plain, speculative = entry["plain_tokens_per_s"], entry["speculative_tokens_per_s"]
         view.add_row(
             entry["name"],
-            f"{'-' if entry['identical'] is None else entry['identical']} of {entry['prompts']}",
+            f"{'-' if entry['identical'] is None else entry['identical']}/{entry['prompts']}",
             *(_number(value, 3) for value in (*entry["alpha"], entry["tau"])),
             *(_number(value, 1) for value in (plain, speculative)),
             _number(speculative / plain if plain and speculative else None, 2),

@@ -78,12 +78,13 @@ def extract(config: RunConfig) -> ExtractSummary:
     tokens = sum(lengths[row] for row in rows)
     token_bytes = (len(layer_ids) + 1) * shape.hidden_size * dtype.itemsize
     _announce(folder, rows, tokens, token_bytes)
-    if 0 < len(rows) < len(dataset) and read_manifest(folder) is None:
+    stored = read_manifest(folder)
+    if 0 < len(rows) < len(dataset) and stored is None:
         raise InputError(
             f"{folder}: holds samples without {MANIFEST}, of a verifier that is not known; give another hidden_states_path"
         )
     agreement = None
-    if rows:
+    if rows or (stored is not None and "agreement" not in stored):  # all written, but the check failed or was not reached
         verifier = Verifier(
             shape.path, layer_ids, dtype, config.extract.attn_implementation, trust_remote_code=section.trust_remote_code
         )

@@ -3,12 +3,14 @@
     {save_path}/{epoch}/   config.json, model.safetensors   the draft as it would be served
                            engine_state.pt                  float32 masters, optimizers, schedules, random state
                            training_state.json              epoch, local_step (batches done in it), global_step, what the run depends on
+                           val_metrics.json                 of the validation that followed, if one did
     {save_path}/epoch{E}_end | epoch{E}_step{N} -> {epoch}   where it stands
     {save_path}/checkpoint_best -> {epoch}                   lowest validation loss so far
 """
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import shutil
@@ -33,7 +35,6 @@ class Position:
     epoch: int = 0
     local_step: int = 0
     global_step: int = 0  # optimizer steps
-    best_loss: float | None = None
 
 
 def save_checkpoint(save_path: Path, engine: Engine, position: Position, depends_on: dict[str, Any], finished_epoch: bool) -> Path:
@@ -58,8 +59,23 @@ def save_checkpoint(save_path: Path, engine: Engine, position: Position, depends
     return folder
 
 
-def mark_best(save_path: Path, folder: Path) -> None:
-    _point(save_path / "checkpoint_best", folder.name)
+def record_validation(save_path: Path, folder: Path, metrics: dict[str, Any]) -> None:
+    """Keep the metrics beside the checkpoint, and point `checkpoint_best` at it when its loss is the lowest so far."""
+    best = _best_loss(save_path)
+    write_json(folder / "val_metrics.json", metrics)
+    if best is None or metrics["loss"] < best:
+        _point(save_path / "checkpoint_best", folder.name)
+
+
+def _best_loss(save_path: Path) -> float | None:
+    """Validation loss of the linked checkpoint; from the log of metrics where its own file is gone. None: nothing is linked."""
+    link = save_path / "checkpoint_best"
+    if not link.exists():
+        return None
+    if (link / "val_metrics.json").is_file():
+        return read_json(link / "val_metrics.json")["loss"]
+    logged = map(json.loads, (save_path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[:-1])
+    return min((row["loss"] for row in logged if row["split"] == "val"), default=None)
 
 
 def latest_checkpoint(save_path: Path) -> Path | None:

@@ -59,16 +59,25 @@ class LocalEngine:
 
     def step(self) -> float:
         norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.max_grad_norm)
-        if torch.isfinite(norm):
-            for optimizer in self.optimizers:
-                optimizer.step()
-        self.drop_gradients()
+        if not torch.isfinite(norm):
+            self._clear()
+        self._advance()
         return float(norm)
 
     def drop_gradients(self) -> None:
+        self._clear()
+        self._advance()
+
+    def _advance(self) -> None:
+        """Update and move the schedule on; parameters without a gradient stay as they are."""
         for optimizer, schedule in zip(self.optimizers, self.schedules, strict=True):
-            optimizer.zero_grad(set_to_none=True)
+            optimizer.step()
             schedule.step()
+        self._clear()
+
+    def _clear(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
 
     def learning_rates(self) -> dict[str, float]:
         return {type(optimizer).__name__: optimizer.param_groups[0]["lr"] for optimizer in self.optimizers}

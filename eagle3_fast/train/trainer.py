@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from eagle3_fast.log import logger, progress
 from eagle3_fast.model.ttt import run_ttt, supervised_counts
 from eagle3_fast.ops import select
 from eagle3_fast.records import PackedBatch
-from eagle3_fast.train.checkpoint import Position, latest_checkpoint, load_checkpoint, mark_best, save_checkpoint
+from eagle3_fast.train.checkpoint import Position, latest_checkpoint, load_checkpoint, record_validation, save_checkpoint
 from eagle3_fast.train.engine import LocalEngine
 from eagle3_fast.train.loader import VALIDATION_SEED, BatchLoader, PackedRows
 from eagle3_fast.train.metrics import MetricsWriter, Totals
@@ -108,7 +109,7 @@ class Trainer:
         batches = self.loader.batches(self.position.epoch, self.position.local_step)
         while True:
             with self._timed("data"):
-                window = [batch.to(self.engine.device) for batch, _ in zip(batches, range(self.config.engine.accumulation), strict=False)]
+                window = [batch.to(self.engine.device) for batch in islice(batches, self.config.engine.accumulation)]
             if not window:
                 return
             yield window
@@ -184,9 +185,8 @@ class Trainer:
         self.last = {**self.last, **{f"val_{name}": value for name, value in values.items()}}
         rates = ", ".join(f"{values.get(f'cond_acc_{k}', 0):.3f}" for k in range(self.objective.ttt_steps))
         logger.info("epoch %d: validation loss %.4f, conditional accuracy %s, tau %.3f", self.position.epoch, values["loss"], rates, values["tau"])
-        if folder is not None and (self.position.best_loss is None or values["loss"] < self.position.best_loss):
-            self.position.best_loss = values["loss"]
-            mark_best(self.save_path, folder)
+        if folder is not None:
+            record_validation(self.save_path, folder, values)
 
     def _save(self, finished_epoch: bool = False) -> Path:
         with self._timed("checkpoint"):

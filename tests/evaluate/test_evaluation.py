@@ -79,7 +79,7 @@ def test_results_are_returned_written_and_shown(folder, prompts, draft_folder, t
     console = Console(width=200, record=True)
     table(result, console)
     text = console.export_text()
-    assert "3 of 3" in text
+    assert "3/3" in text
     assert "the verifier's own token included" in text
 
 

@@ -138,6 +138,9 @@ def test_files_damaged_while_written_are_found_afterwards(root, monkeypatch):
     monkeypatch.setattr(states_module, "write_sample", swapped)
     with pytest.raises(InputError, match="stored hidden states give the verifier's own token at"):
         extract(run_config(root))
+    monkeypatch.undo()
+    with pytest.raises(InputError, match="stored hidden states give"):  # all files are there now, and still wrong
+        extract(run_config(root))
 
 
 def test_a_logit_scale_that_is_not_known_stops(root, monkeypatch):
