@@ -78,6 +78,11 @@ class LossSection(Section):
     ttt_steps: int = Field(3, ge=1)
     ttt_step_loss_decay: float = Field(1.0, gt=0)
 
+    @field_validator("loss_fn", mode="before")
+    @classmethod
+    def _mapping_as_text(cls, value: Any) -> Any:
+        return json.dumps(value) if isinstance(value, dict) else value
+
     @field_validator("loss_fn")
     @classmethod
     def _known_terms(cls, value: str) -> str:

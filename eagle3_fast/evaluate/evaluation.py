@@ -169,7 +169,10 @@ def table(result: dict[str, Any], console: Console | None = None) -> None:
     """Print one line for each prompt set of an evaluation, to standard output if no console is given."""
     ways = "greedy" if result["temperature"] == 0 else f"temperature {result['temperature']:g}"
     view = Table(title=f"{result['draft']}: {result['draft_tokens']} drafts a pass, {ways}, {result['dtype']}")
-    view.caption = f"tau: {result['tau_convention']}. αk: drafts 0..k all accepted, of the passes that offered them. same: texts as decoded without drafts."
+    view.caption = (
+        f"tau: {result['tau_convention']}. αk: drafts 0..k all accepted, of the passes that offered them. "
+        "same: texts equal to those decoded without drafts."
+    )
     view.add_column("set")
     alphas = [f"α{k}" for k in range(result["draft_tokens"])]
     for heading in ("same", *alphas, "tau", "plain t/s", "draft t/s", "speedup"):

@@ -111,6 +111,22 @@ def test_each_pass_reads_its_last_token_and_the_drafts_and_nothing_again():
     assert verifier.widths == [7] + [1 + p.offered for p in text.passes]
 
 
+def test_the_drafter_is_given_the_verifiers_states_of_the_text(monkeypatch):
+    """Whatever a pass rejects, the rows it confirms are the text's tokens, each with the states of the token before it."""
+    verifier, draft = TableVerifier(24, 32, 3), table_draft(24, 24)
+    tokens = plain_decode(verifier, [5, 3], 20, Greedy()).tokens
+    rigged = Rigged(draft, [5, 3], tokens, lambda index: index % 3 == 0)
+    confirmed: list[tuple[torch.Tensor, torch.Tensor]] = []
+    confirm = rigged.confirm
+    monkeypatch.setattr(rigged, "confirm", lambda ids, aux: (confirmed.append((ids, aux)), confirm(ids, aux)))
+    assert decode(verifier, rigged, [5, 3], 20, Greedy(), draft_tokens=3).tokens == tokens
+    ids, aux = (torch.cat(parts) for parts in zip(*confirmed, strict=True))
+    text = torch.tensor([5, 3, *tokens])
+    assert len(ids) > 15
+    assert torch.equal(ids, text[1 : len(ids) + 1])
+    assert torch.equal(aux, verifier.states[text[: len(ids)], :-1].flatten(1))
+
+
 @pytest.mark.parametrize("draft_vocab", [None, 3, 4], ids=["plain", "reduced vocabulary", "full vocabulary"])
 def test_sampled_text_has_the_verifiers_distribution(draft_vocab):
     """Joint distribution of the second and third token, against all paths through the verifier's table."""

@@ -1,0 +1,59 @@
+"""Who may import whom (CONTRIBUTING.md), read from the source; and an import of the package that costs nothing."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "eagle3_fast"
+PLAIN = {"records", "config", "errors", "files", "log"}
+ALLOWED = {
+    "reference": set(),
+    "ops": {"reference", *PLAIN},
+    "prepare": {"prepare", "extract", *PLAIN},
+    "extract": {"extract", "prepare", *PLAIN},
+    "model": {"model", "ops", *PLAIN},
+    "train": {"train", "model", "ops", "prepare", "extract", *PLAIN},
+    "evaluate": {"evaluate", "model", "ops", "prepare", "extract", "train", *PLAIN},
+    "export": {"export", "model", "prepare", "extract", *PLAIN},
+}
+OUTSIDE = {"reference": {"torch"}, "ops": {"torch"}}
+
+
+def imports(path: Path) -> set[str]:
+    """Modules imported at the top of a file, type-checking blocks and functions left out."""
+    found: set[str] = set()
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+@pytest.mark.parametrize("stage", ALLOWED)
+def test_stage_imports(stage: str) -> None:
+    for path in (PACKAGE / stage).glob("*.py"):
+        names = imports(path)
+        inside = {name.split(".")[1] for name in names if name.startswith("eagle3_fast.")}
+        assert inside <= ALLOWED[stage] | {stage}, f"{path.name} imports {inside - ALLOWED[stage]}"
+        if stage in OUTSIDE:
+            outside = {name.split(".")[0] for name in names} - {"eagle3_fast", "__future__"} - set(sys.stdlib_module_names)
+            assert outside <= OUTSIDE[stage], f"{path.name} imports {outside}"
+
+
+@pytest.mark.parametrize("module", ["errors", "files", "log", "records", "cli"])
+def test_plain_modules_need_no_stage_and_no_torch(module: str) -> None:
+    names = imports(PACKAGE / f"{module}.py")
+    assert not {name for name in names if name.split(".")[0] in {"torch", "transformers", "datasets"}}
+    assert {name.split(".")[1] for name in names if name.startswith("eagle3_fast.")} <= PLAIN | {"__version__"}
+
+
+def test_importing_the_package_loads_nothing() -> None:
+    code = "import sys, eagle3_fast, eagle3_fast.cli; print([m for m in ('torch', 'transformers', 'datasets', 'numpy') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

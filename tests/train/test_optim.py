@@ -1,0 +1,57 @@
+"""Which parameter goes to which optimizer, and the schedules by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from model.drafts import random_draft
+from torch.optim import SGD
+
+from eagle3_fast.config import OptimizerSection, SchedulerSection
+from eagle3_fast.errors import InputError
+from eagle3_fast.train.optim import build_optimizers, build_schedule
+
+
+def names(draft: torch.nn.Module, optimizer: torch.optim.Optimizer) -> set[str]:
+    held = {id(value) for group in optimizer.param_groups for value in group["params"]}
+    return {name for name, value in draft.named_parameters() if id(value) in held}
+
+
+def test_muon_takes_matrices_and_adamw_the_rest() -> None:
+    draft = random_draft(train_head=True)
+    muon, adamw = build_optimizers(draft.named_parameters(), OptimizerSection())
+    matrices = {f"layers.0.self_attn.{part}_proj.weight" for part in "qkvo"} | {f"layers.0.mlp.{p}_proj.weight" for p in ("gate", "up", "down")}
+    assert names(draft, muon) == matrices | {"fc.weight"}
+    norms = {f"layers.0.{name}.weight" for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm")}
+    assert names(draft, adamw) == norms | {"norm.weight", "input_norm.weight", "lm_head.weight"}
+
+
+def test_adamw_takes_all() -> None:
+    draft = random_draft()
+    (adamw,) = build_optimizers(draft.named_parameters(), OptimizerSection(optimizer="adamw"))
+    assert names(draft, adamw) == {name for name, value in draft.named_parameters() if value.requires_grad}
+
+
+def test_nothing_to_train_is_an_error() -> None:
+    with pytest.raises(InputError, match="no trainable"):
+        build_optimizers([("x", torch.nn.Parameter(torch.ones(1), requires_grad=False))], OptimizerSection())
+
+
+@pytest.mark.parametrize(
+    ("section", "expected"),
+    [
+        ({"scheduler_type": "linear", "scheduler_warmup_steps": 2}, [0, 0.5, 1, 0.75, 0.5, 0.25, 0]),
+        ({"scheduler_type": "linear", "scheduler_warmup_steps": 0}, [1, 5 / 6, 4 / 6, 0.5, 2 / 6, 1 / 6, 0]),
+        ({"scheduler_type": "cosine", "scheduler_warmup_ratio": 0.34}, [0, 0.5, 1, 0.853553, 0.5, 0.146447, 0]),
+        ({"scheduler_type": "none"}, [1] * 7),
+    ],
+)
+def test_schedule(section: dict, expected: list[float]) -> None:
+    optimizer = SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+    schedule = build_schedule(optimizer, SchedulerSection(**section), 6)
+    rates = []
+    for _ in expected:
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    assert rates == pytest.approx(expected, abs=1e-6)
