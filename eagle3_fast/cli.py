@@ -107,14 +107,16 @@ def _train(options: argparse.Namespace) -> None:
 
 def _export(options: argparse.Namespace) -> None:
     from eagle3_fast.export.speculators import export
+    from eagle3_fast.train.checkpoint import servable_checkpoint
 
-    export(_config(options))
+    config = _config(options)
+    export(config, servable_checkpoint(Path(config.train.trainer.save_path)))
 
 
 def _evaluate(options: argparse.Namespace) -> None:
-    from eagle3_fast.evaluate.evaluation import evaluate
+    from eagle3_fast.evaluate.evaluation import evaluate, table
 
-    evaluate(_config(options))
+    table(evaluate(_config(options)))
 
 
 def _report(options: argparse.Namespace) -> None:

@@ -14,7 +14,6 @@ def run(config: RunConfig) -> None:
     from eagle3_fast.evaluate.evaluation import evaluate, table
     from eagle3_fast.export.speculators import export
     from eagle3_fast.extract.states import extract
-    from eagle3_fast.files import write_json
     from eagle3_fast.prepare.shards import prepare
     from eagle3_fast.prepare.vocab import vocab
     from eagle3_fast.report import report
@@ -36,8 +35,7 @@ def run(config: RunConfig) -> None:
         results[verb] = work()
         seconds[verb] = round(time.perf_counter() - began, 1)
     logger.info("\n[%d/%d] report", len(verbs) + 1, len(verbs) + 1)
-    write_json(Path(config.export.output).parent / "seconds.json", seconds)
-    page = report(config)
+    page = report(config, seconds)
     table(results["evaluate"])
     logger.info("report: %s", page)
     logger.info("serve:  vllm serve %s", config.export.output)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from eagle3_fast.evaluate.choice import Greedy, Proposal, Sampling, choice
@@ -24,18 +25,19 @@ def test_greedy_accepts_up_to_the_first_other_token():
     assert greedy.verify(logits[:1], proposal()) == (0, 2)
 
 
-def test_two_drafted_tokens_leave_the_verifiers_distribution():
-    """q gives nothing to some tokens and much to those that p thinks unlikely; both tokens together follow p."""
-    runs, size, temperature = 4000, 5, 0.7
+@pytest.mark.parametrize("drafts", [1, 2], ids=["second token is the verifier's own", "second token is drafted"])
+def test_sampled_tokens_have_the_verifiers_distribution(drafts):
+    """q gives nothing to some tokens and much to those that p thinks unlikely; two tokens together follow p."""
+    runs, size, temperature = 3000, 5, 0.7
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn(3, size, generator=generator)
-    q = torch.tensor([[0.6, 0.0, 0.1, 0.3, 0.0], [0.0, 0.25, 0.25, 0.25, 0.25]])
+    q = torch.tensor([[0.6, 0.0, 0.1, 0.3, 0.0], [0.0, 0.25, 0.25, 0.25, 0.25]])[:drafts]
     sampling = choice(temperature, seed=11)
     assert isinstance(sampling, Sampling)
     counts = torch.zeros(size, size)
     for _ in range(runs):
         ids = torch.multinomial(q, 1, generator=generator)[:, 0]
-        accepted, following = sampling.verify(logits, Proposal(ids, list(q)))
+        accepted, following = sampling.verify(logits[: drafts + 1], Proposal(ids, list(q)))
         text = [*ids[:accepted].tolist(), int(following)]
         if len(text) == 1:  # the second token comes from the next pass
             text.append(int(sampling.verify(logits[1:2], proposal())[1]))
