@@ -13,6 +13,7 @@ sampling accepts the draft's token (Leviathan et al. 2023, arXiv:2211.17192, the
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -24,15 +25,14 @@ HYBRID_SHARPNESS = 3.0
 
 
 class Distributions(NamedTuple):
-    """Draft q and verifier p of the same rows, as probabilities and logarithms, [M, V]; log-sum-exps and sum min(p, q), [M]."""
+    """Draft q and verifier p of the same rows, as probabilities and logarithms, [M, V], and what follows for each row, [M]."""
 
     log_q: Tensor
     log_p: Tensor
     q: Tensor
     p: Tensor
-    draft_lse: Tensor
-    verifier_lse: Tensor
-    overlap: Tensor
+    overlap: Tensor  # sum min(p, q)
+    top1: Tensor  # argmax p
 
 
 class RowDivergences(NamedTuple):
@@ -58,8 +58,8 @@ def linear_divergence(
     verifier_softcap: float = 0.0,
 ) -> tuple[Tensor, RowDivergences]:
     """Weighted sum over rows and kinds, differentiable by autograd in h and w; holds the whole [M, V] logits. See `ops`."""
-    both = distributions(logits(h_MH, w_VH), softcap(logits(t_RG, u_VG), verifier_softcap)[target_row_M])
-    rows = row_divergences(both, kinds)
+    z, t = logits(h_MH, w_VH), softcap(logits(t_RG, u_VG), verifier_softcap)
+    rows, _ = row_divergences(z, t, target_row_M, kinds)
     weights = torch.tensor(kind_weights, dtype=rows.terms_ME.dtype, device=h_MH.device)
     return (row_weight_M.to(weights.dtype) * (rows.terms_ME @ weights)).sum(), rows
 
@@ -75,18 +75,17 @@ def softcap(x: Tensor, cap: float) -> Tensor:
     return cap * torch.tanh(x / cap) if cap else x
 
 
-def distributions(z_MV: Tensor, t_MV: Tensor) -> Distributions:
-    """Softmax of draft logits z and verifier logits t; -inf marks entries that a side cannot take."""
-    t_MV = t_MV.detach()
-    lse_z, lse_t = z_MV.logsumexp(-1), t_MV.logsumexp(-1)
-    log_q, log_p = z_MV - lse_z[:, None], t_MV - lse_t[:, None]
-    q, p = log_q.exp(), log_p.exp()
-    return Distributions(log_q, log_p, q, p, lse_z, lse_t, torch.minimum(p, q).sum(-1))
+def row_divergences(z_MV: Tensor, t_RV: Tensor, target_row_M: Tensor, kinds: list[str]) -> tuple[RowDivergences, Distributions]:
+    """The requested divergences of draft logits z from the verifier logits t[target_row], and the distributions they came from.
 
-
-def row_divergences(both: Distributions, kinds: list[str]) -> RowDivergences:
-    """The requested divergences of every row, and what else the same sweep yields."""
-    top1 = both.log_p.argmax(-1)
+    Each verifier row is normalised once, however many draft rows are scored against it. -inf marks entries that a side cannot take.
+    """
+    log_q, log_p = z_MV.log_softmax(-1), t_RV.detach().log_softmax(-1)
+    p, verifier_top1 = log_p.exp(), log_p.argmax(-1)
+    verifier_lse = _log_sum_exp(t_RV.detach(), log_p, verifier_top1)
+    log_p, p, top1, q = log_p[target_row_M], p[target_row_M], verifier_top1[target_row_M], log_q.exp()
+    both = Distributions(log_q, log_p, q, p, torch.minimum(p, q).sum(-1), top1)
+    draft_top1 = log_q.detach().argmax(-1)
     formulas = {
         "kl_div": lambda: _kl(both.p, both.log_p, both.log_q),
         "rkl": lambda: _kl(both.q, both.log_q, both.log_p),
@@ -97,8 +96,8 @@ def row_divergences(both: Distributions, kinds: list[str]) -> RowDivergences:
         "lk_hybrid": lambda: _hybrid(both, _kl(both.p, both.log_p, both.log_q), 1 - both.overlap),
     }
     terms = torch.stack([formulas[kind]() for kind in kinds], dim=-1)
-    lse = both.draft_lse.detach(), both.verifier_lse
-    return RowDivergences(terms, both.log_q.detach().argmax(-1), top1, both.overlap.detach(), *lse)
+    draft_lse = _log_sum_exp(z_MV.detach(), log_q.detach(), draft_top1)
+    return RowDivergences(terms, draft_top1, top1, both.overlap.detach(), draft_lse, verifier_lse[target_row_M]), both
 
 
 def logit_gradient(both: Distributions, kinds: list[str], kind_weights: list[float]) -> Tensor:
@@ -107,15 +106,18 @@ def logit_gradient(both: Distributions, kinds: list[str], kind_weights: list[flo
         "kl_div": lambda: both.q - both.p,
         "rkl": lambda: _centred(both.q, both.log_q, both.log_p),
         "jsd": lambda: 0.5 * _centred(both.q, both.log_q, _log_mean(both)),
-        "ce": lambda: both.q - torch.zeros_like(both.q).scatter_(-1, both.log_p.argmax(-1, keepdim=True), 1.0),
+        "ce": lambda: both.q - torch.zeros_like(both.q).scatter_(-1, both.top1[:, None], 1.0),
         "tv": lambda: _tv_gradient(both),
         "nla": lambda: _tv_gradient(both) * (both.overlap >= OVERLAP_FLOOR)[:, None] / both.overlap.clamp_min(OVERLAP_FLOOR)[:, None],
         "lk_hybrid": lambda: _hybrid(both, both.q - both.p, _tv_gradient(both)),
     }
-    total = torch.zeros_like(both.q)
-    for kind, weight in zip(kinds, kind_weights, strict=True):
-        total.add_(formulas[kind](), alpha=weight)
-    return total
+    parts = (formulas[kind]().mul_(weight) if weight != 1 else formulas[kind]() for kind, weight in zip(kinds, kind_weights, strict=True))
+    return functools.reduce(Tensor.add_, parts)
+
+
+def _log_sum_exp(x: Tensor, log_softmax: Tensor, top1: Tensor) -> Tensor:
+    """Recovered at the largest entry, which is finite wherever any is: no further pass over the row."""
+    return (x.gather(-1, top1[:, None]) - log_softmax.gather(-1, top1[:, None])).squeeze(-1)
 
 
 def _kl(a: Tensor, log_a: Tensor, log_b: Tensor) -> Tensor:
@@ -130,7 +132,7 @@ def _centred(q: Tensor, log_q: Tensor, log_b: Tensor) -> Tensor:
 
 
 def _log_ratio(a: Tensor, log_a: Tensor, log_b: Tensor) -> Tensor:
-    return torch.where(a > 0, log_a, 0.0) - torch.where(a > 0, log_b, 0.0)
+    return (log_a - log_b).masked_fill(a == 0, 0.0)
 
 
 def _log_mean(both: Distributions) -> Tensor:

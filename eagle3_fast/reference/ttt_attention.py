@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-QUERY_BLOCK = 256
+QUERY_BLOCK = 128
 """Queries handled together. Ranges are monotone, so a block needs only the keys between its first `lo` and its last `hi`."""
 
 
@@ -80,10 +80,10 @@ def _weights(q: Tensor, k: Tensor, key_range: Tensor, own_k: list[Tensor], scale
     hidden = (index < key_range[:, :1]) | (index >= key_range[:, 1:])
     shared = (grouped @ k.to(grouped.dtype).permute(1, 2, 0)[:, None]).masked_fill(hidden, float("-inf"))
     scores = torch.cat([shared, *((grouped * _own(own, grouped.dtype)).sum(-1, keepdim=True) for own in own_k)], dim=-1)
-    if scores.shape[-1] == 0:
-        return scores
-    empty = scores.isneginf().all(-1, keepdim=True)
-    return scores.masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0)
+    sees_nothing = (key_range[:, :1] >= key_range[:, 1:]) if not own_k else torch.zeros_like(key_range[:, :1], dtype=torch.bool)
+    if not sees_nothing.any():
+        return scores.softmax(-1)
+    return scores.masked_fill(sees_nothing, 0.0).softmax(-1).masked_fill(sees_nothing, 0.0)
 
 
 def _weighted_values(weights: Tensor, v: Tensor, own_v: list[Tensor]) -> Tensor:

@@ -61,9 +61,8 @@ def toy_draft(config: DraftConfig | None = None, seed: int = 0) -> Draft:
 
 def map_vocabulary(draft: Draft, ids: torch.Tensor) -> None:
     """Give the draft's rows these ascending verifier ids."""
-    draft.d2t.copy_(ids - torch.arange(len(ids)))
-    draft.t2d.zero_()
-    draft.t2d[ids] = True
+    draft.get_buffer("d2t").copy_(ids - torch.arange(len(ids)))
+    draft.get_buffer("t2d").zero_()[ids] = True
 
 
 def run_config(verifier: Path, output: Path, **sections: Any) -> RunConfig:

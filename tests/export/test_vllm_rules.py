@@ -19,7 +19,7 @@ from tests.export.vllm_rules import ServedDraft
 from tests.verifiers import VOCAB
 
 ROWS = 12
-PLAIN = {"norm_before_residual": False, "norm_before_fc": False, "norm_output": False}
+PLAIN: dict[str, Any] = {"norm_before_residual": False, "norm_before_fc": False, "norm_output": False}
 CASES: dict[str, DraftConfig] = {
     "default": draft_config(),
     "plain": draft_config(**PLAIN),
