@@ -20,7 +20,9 @@ def extension() -> dict:
         from torch.utils.cpp_extension import BuildExtension, CppExtension
     except ImportError:
         return {}
-    module = CppExtension("eagle3_fast._C", SOURCES, extra_compile_args=["-O3", "-std=c++17", "-DPy_LIMITED_API=0x030A0000"], py_limited_api=True)
+    module = CppExtension(
+        "eagle3_fast._C", SOURCES, extra_compile_args=["-O3", "-std=c++17", "-DPy_LIMITED_API=0x030A0000"], py_limited_api=True
+    )
     return {"ext_modules": [module], "cmdclass": {"build_ext": BuildExtension.with_options(optional=True)}}
 
 

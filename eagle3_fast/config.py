@@ -61,8 +61,12 @@ class DraftSection(Section):
 class DataSection(Section):
     data_path: str = Field("./output", description="folder that prepare writes and train reads")
     total_seq_len: int = Field(8192, ge=2, description="rows of a packed batch")
-    train_data_ratio: float = Field(0.9, gt=0, le=1, description="share of rows for training; the rest, taken from the end, validates")
-    hidden_states_dtype: Literal["bfloat16", "float32"] = Field("bfloat16", description="dtype of the hidden states and of autocast")
+    train_data_ratio: float = Field(
+        0.9, gt=0, le=1, description="share of rows for training; the rest, taken from the end, validates"
+    )
+    hidden_states_dtype: Literal["bfloat16", "float32"] = Field(
+        "bfloat16", description="dtype of the hidden states and of autocast"
+    )
     num_workers: int = Field(0, ge=0)
     prefetch_factor: int = Field(4, ge=1)
 
@@ -120,7 +124,6 @@ class TrainerSection(Section):
     checkpoint_freq: float = Field(1.0, gt=0, description="epochs between checkpoints; below 1, a share of an epoch")
     no_resume_from_checkpoint: bool = False
     log_freq: int = Field(1, ge=1, description="write metrics every so many optimizer steps")
-
 
     @field_validator("checkpoint_freq")
     @classmethod
@@ -190,7 +193,8 @@ class OpsSection(Section):
 
 class EngineSection(Section):
     compat: Literal["0.9", "0.3"] = Field(
-        "0.9", description="0.9: teacher-forced tokens, verifier norm, frozen head; 0.3: argmax tokens, no verifier norm, trainable head"
+        "0.9",
+        description="0.9: teacher-forced tokens, verifier norm, frozen head; 0.3: argmax tokens, no verifier norm, trainable head",
     )
     use_off_policy_tokens: bool | None = Field(None, description="teacher-force tokens; none: as compat says")
     mask_rule: Literal["upstream", "label"] = Field(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from eagle3_fast.config import RunConfig
 from eagle3_fast.log import logger
@@ -20,7 +22,7 @@ def run(config: RunConfig) -> None:
     from eagle3_fast.train.checkpoint import servable_checkpoint
     from eagle3_fast.train.trainer import train
 
-    verbs = {
+    verbs: dict[str, Callable[[], Any]] = {
         "prepare": lambda: prepare(config),
         "vocab": lambda: vocab(config),
         "extract": lambda: extract(config),
@@ -28,7 +30,8 @@ def run(config: RunConfig) -> None:
         "export": lambda: export(config, servable_checkpoint(Path(config.train.trainer.save_path))),
         "evaluate": lambda: evaluate(config, config.export.output),
     }
-    seconds, results = {}, {}
+    seconds: dict[str, float] = {}
+    results: dict[str, Any] = {}
     for number, (verb, work) in enumerate(verbs.items(), start=1):
         logger.info("\n[%d/%d] %s", number, len(verbs) + 1, verb)
         began = time.perf_counter()

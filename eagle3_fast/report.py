@@ -148,9 +148,7 @@ def _draft_facts(inputs: ReportInputs) -> dict[str, str]:
         return {}
     draft, layer = inputs.draft, inputs.draft.transformer_layer_config
     flags = [name for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output") if getattr(draft, name)]
-    shape = (
-        f"{layer.num_hidden_layers} x {layer.model_type}, hidden {layer.hidden_size}, {layer.num_attention_heads} query and "
-    )
+    shape = f"{layer.num_hidden_layers} x {layer.model_type}, hidden {layer.hidden_size}, {layer.num_attention_heads} query and "
     found = {
         "Architecture": f"{shape}{layer.num_key_value_heads} key-value heads of {layer.head_dim}",
         "Reads verifier layers": ", ".join(map(str, draft.eagle_aux_hidden_state_layer_ids or ())) or "not stated",
@@ -366,9 +364,7 @@ def _svg(axes: Axes, title: str) -> Markup:
     figure = axes.get_figure()
     assert isinstance(figure, Figure), "axes without a figure"
     stream = io.StringIO()
-    figure.savefig(
-        stream, format="svg", transparent=True, metadata={"Date": None, "Creator": None, "Format": None, "Type": None}
-    )
+    figure.savefig(stream, format="svg", transparent=True, metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
     text = stream.getvalue()
     text = text[text.index("<svg") :].replace("<svg ", f'<svg role="img" aria-label="{title}" ', 1)
     return Markup(text.replace(INK, "var(--ink)").replace(FAINT, "var(--faint)"))

@@ -16,7 +16,9 @@ def test_kernels_is_a_symlink_without_init() -> None:
 
 
 def test_transformers_imports_from_the_repository_root() -> None:
-    done = subprocess.run([sys.executable, "-c", "import transformers.models.llama.modeling_llama"], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", "import transformers.models.llama.modeling_llama"], cwd=ROOT, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
 
 

@@ -69,7 +69,19 @@ def test_bad_input_is_one_line_and_exit_code_2(
 
 
 def test_every_verb_has_help() -> None:
-    for verb in ("regenerate", "prepare", "vocab", "extract", "train", "export", "evaluate", "report", "run", "check", "show-mask"):
+    for verb in (
+        "regenerate",
+        "prepare",
+        "vocab",
+        "extract",
+        "train",
+        "export",
+        "evaluate",
+        "report",
+        "run",
+        "check",
+        "show-mask",
+    ):
         done = subprocess.run([sys.executable, "-m", "eagle3_fast", verb, "--help"], capture_output=True, text=True)
         assert done.returncode == 0
         assert "usage: eagle3-fast" in done.stdout

@@ -50,8 +50,7 @@ def run(tmp_path: Path) -> RunConfig:
     }
     save_draft_config(parse_draft_config(draft, "test"), tmp_path / "draft", "bfloat16")
     rows = [
-        {"global_step": s, "split": "train", "loss_0": 5 - s / 10, "loss_1": 6 - s / 10, "tokens_per_s": 900}
-        for s in range(1, 41)
+        {"global_step": s, "split": "train", "loss_0": 5 - s / 10, "loss_1": 6 - s / 10, "tokens_per_s": 900} for s in range(1, 41)
     ]
     rows += [
         {"global_step": s, "split": "val", "loss_0": 5.1 - s / 10, "loss_1": 6.1 - s / 10, "tau": 1 + s / 50} for s in (20, 40)

@@ -27,7 +27,7 @@ def test_defaults_pass_their_own_validation(file: Path) -> None:
 
 
 def test_overrides_win(file: Path) -> None:
-    config = load_run_config(file, ["train.optimizer.lr=3e-4", "train.loss.loss_fn={\"ce\": 0.1, \"tv\": 0.9}", "prepare.data=[a, b]"])
+    config = load_run_config(file, ["train.optimizer.lr=3e-4", 'train.loss.loss_fn={"ce": 0.1, "tv": 0.9}', "prepare.data=[a, b]"])
     assert config.train.optimizer.lr == 3e-4
     assert config.train.loss.terms == {"ce": 0.1, "tv": 0.9}
     assert config.prepare.data == ["a", "b"]
@@ -40,7 +40,7 @@ def test_overrides_win(file: Path) -> None:
         ("lr=1", "unknown key lr; did you mean train.optimizer.lr?"),
         ("train.optimizer.lr=-1", "train.optimizer.lr: Input should be greater than 0"),
         ("train.loss.loss_fn=kl", "unknown loss 'kl'"),
-        ("train.loss.loss_fn={\"tv\": true}", "loss_fn"),
+        ('train.loss.loss_fn={"tv": true}', "loss_fn"),
         ("train.draft.fc_norm=true", "norm_before_fc and fc_norm exclude each other"),
         ("train.draft.d2t_path=x", "d2t_path and t2d_path go together"),
         ("train.trainer.checkpoint_freq=1.5", "whole number of epochs"),
@@ -65,7 +65,8 @@ def test_files_that_are_no_run_file(tmp_path: Path, text: str, message: str) -> 
 
 
 @pytest.mark.parametrize(
-    ("text", "message"), [("{}", "at least one"), ("[1]", "unknown loss"), ('{"ce": "x"}', "must be a number"), ('{"ce": 1', "JSON")]
+    ("text", "message"),
+    [("{}", "at least one"), ("[1]", "unknown loss"), ('{"ce": "x"}', "must be a number"), ('{"ce": 1', "JSON")],
 )
 def test_losses_that_mean_nothing(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):

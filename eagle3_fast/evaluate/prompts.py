@@ -23,9 +23,7 @@ class Prompt:
     token_ids: list[int]
 
 
-def read_prompts(
-    path: str, tokenizer: PreTrainedTokenizerBase, max_prompts: int | None, max_tokens: int | None
-) -> list[Prompt]:
+def read_prompts(path: str, tokenizer: PreTrainedTokenizerBase, max_prompts: int | None, max_tokens: int | None) -> list[Prompt]:
     """The first `max_prompts` usable prompts of one file, each of at most `max_tokens` tokens.
 
     Rows that cannot be used are counted and logged. Raises InputError when the file cannot be read or has no usable prompt.

@@ -160,9 +160,7 @@ def mapping_faults(config: DraftConfig, tensors: dict[str, Tensor]) -> list[str]
     ids = tensors["d2t"] + torch.arange(config.draft_vocab_size)
     faults = []
     if int(ids.min()) < 0 or int(ids.max()) >= config.verifier_vocab_size:
-        faults.append(
-            f"d2t maps to ids {int(ids.min())}..{int(ids.max())}, the verifier has 0..{config.verifier_vocab_size - 1}"
-        )
+        faults.append(f"d2t maps to ids {int(ids.min())}..{int(ids.max())}, the verifier has 0..{config.verifier_vocab_size - 1}")
     if not (ids.diff() > 0).all():
         faults.append("d2t maps to verifier ids that are not ascending and distinct")
     if not torch.equal(tensors["t2d"].nonzero().flatten(), ids):

@@ -98,9 +98,7 @@ def warnings_about(draft: DraftConfig, run: RunConfig) -> list[str]:
     found = []
     if flags := served_flags(draft):
         engines = sorted({SERVED_BY[flag] for flag in flags})
-        found.append(
-            f"{', '.join(flags)}: followed by {', '.join(engines)}; an older or another engine may ignore them silently"
-        )
+        found.append(f"{', '.join(flags)}: followed by {', '.join(engines)}; an older or another engine may ignore them silently")
     for flag in sorted(_unknown_flags(draft)):
         found.append(f"{flag}: no engine is known to follow this flag of the draft's config")
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
@@ -161,9 +159,7 @@ def _aux_layers(draft: DraftConfig, run: RunConfig, layers: int) -> list[int]:
         )
     ids = stored or sorted(asked or ())
     if asked is not None and sorted(asked) != ids:
-        raise InputError(
-            f"train.draft.target_layer_ids is {asked}, the checkpoint was trained on {stored}: correct the run file"
-        )
+        raise InputError(f"train.draft.target_layer_ids is {asked}, the checkpoint was trained on {stored}: correct the run file")
     if ids[-1] > layers:
         raise InputError(f"aux layer {ids[-1]} does not exist: the verifier has {layers} layers")
     return ids

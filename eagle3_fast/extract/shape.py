@@ -116,9 +116,7 @@ def model_class(config: PreTrainedConfig) -> Any:
         return AutoModelForCausalLM
     if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING or "AutoModelForImageTextToText" in remote:
         return AutoModelForImageTextToText
-    raise InputError(
-        f"{config.model_type}: transformers has no language model with a head for it; take a text-generation verifier"
-    )
+    raise InputError(f"{config.model_type}: transformers has no language model with a head for it; take a text-generation verifier")
 
 
 def text_decoder(model: PreTrainedModel) -> tuple[nn.Module, nn.ModuleList]:
@@ -203,9 +201,7 @@ def _measured_norm(norm: nn.Module, width: int, config_eps: float | None) -> tup
             for kind, gain in gains.items():
                 if torch.allclose(norm(rows), normed * gain, rtol=1e-3):
                     return eps, kind
-    raise InputError(
-        f"the verifier's final norm, {type(norm).__name__}, is no RMSNorm: EAGLE-3 drafts cannot follow this family"
-    )
+    raise InputError(f"the verifier's final norm, {type(norm).__name__}, is no RMSNorm: EAGLE-3 drafts cannot follow this family")
 
 
 def _logit_scale(text: PreTrainedConfig) -> float:

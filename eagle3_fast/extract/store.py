@@ -108,9 +108,7 @@ def _check_rows(path: Path, states: int, ids: int) -> None:
 
 
 def _check_finite(path: Path, states: Tensor) -> None:
-    if (
-        states.numel() and not torch.isfinite(torch.stack(states.aminmax())).all()
-    ):  # aminmax hands on NaN; no copy of the states
+    if states.numel() and not torch.isfinite(torch.stack(states.aminmax())).all():  # aminmax hands on NaN; no copy of the states
         at = int((~states.isfinite()).flatten(1).any(1).nonzero()[0])
         raise SampleError(
             str(path),

@@ -156,7 +156,9 @@ class DraftConfig(_Kept):
         if self.norm_before_fc and self.fc_norm:
             raise ValueError("norm_before_fc and fc_norm exclude each other")
         if self.draft_vocab_size > self.verifier_vocab_size:
-            raise ValueError(f"draft_vocab_size {self.draft_vocab_size} exceeds the verifier's vocabulary {self.verifier_vocab_size}")
+            raise ValueError(
+                f"draft_vocab_size {self.draft_vocab_size} exceeds the verifier's vocabulary {self.verifier_vocab_size}"
+            )
         ids = self.eagle_aux_hidden_state_layer_ids
         if ids is not None and (ids != sorted(set(ids)) or not ids or ids[0] < 0):
             raise ValueError(f"eagle_aux_hidden_state_layer_ids must be ascending and distinct (vLLM sorts them), not {ids}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -34,9 +35,16 @@ class Draft(nn.Module):
     0.9) the draft's own head. `t2d` and `d2t` exist only where the draft vocabulary is smaller than the verifier's.
     """
 
+    d2t: Tensor
+    t2d: Tensor
+
     def __init__(self, config: DraftConfig, train_head: bool = False) -> None:
         super().__init__()
-        layer, size, verifier_size = config.transformer_layer_config, config.transformer_layer_config.hidden_size, config.verifier_hidden_size
+        layer, size, verifier_size = (
+            config.transformer_layer_config,
+            config.transformer_layer_config.hidden_size,
+            config.verifier_hidden_size,
+        )
         self.config = config
         self.embed_tokens = Head(config.verifier_vocab_size, size)
         self.fc = nn.Linear(config.num_aux * verifier_size, size, bias=False)
@@ -84,7 +92,12 @@ class Draft(nn.Module):
         return self.fc(aux_NF)
 
     def step(
-        self, token_ids_N: Tensor, hidden_NH: Tensor, position_ids_N: Tensor, attend: list[Attend], queries: Tensor | None = None
+        self,
+        token_ids_N: Tensor,
+        hidden_NH: Tensor,
+        position_ids_N: Tensor,
+        attend: Sequence[Attend],
+        queries: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """One pass through the layers: (rows for the head, hidden state for the next step), both [rows, H].
 
@@ -119,7 +132,7 @@ def save_draft(draft: Draft, folder: str | Path, dtype: torch.dtype = torch.bflo
 
 
 def load_draft(folder: str | Path, train_head: bool = False) -> Draft:
-    """Read a draft folder into float32 parameters. Verifier parts stay zero: see `score_with`.
+    """Read a draft folder into float32 parameters. Verifier parts stay zero: `train.start` places them.
 
     Raises InputError naming every missing, unexpected or misshaped tensor.
     """
@@ -135,7 +148,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         raise InputError(f"{path}: no such file; a draft folder holds config.json and model.safetensors")
     try:
         with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (not a dict)
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error})") from None
     except SafetensorError as error:

@@ -62,7 +62,8 @@ def plan_rows(batch: PackedBatch, objective: Objective) -> RowPlan:
         supervised = [rows & (_ahead(documents, k, fill=-2) == documents) for k, rows in enumerate(supervised)]
     inside = [torch.arange(size, device=mask.device) < size - k for k in range(steps)]
     scored = [rows | (mask & inside[k]) if k < steps - 1 else rows for k, rows in enumerate(supervised)]
-    active, needed = [], torch.zeros_like(mask)
+    active: list[Tensor] = []
+    needed = torch.zeros_like(mask)
     for rows in reversed(scored):
         needed = needed | rows
         active.insert(0, needed.nonzero().squeeze(1))
@@ -174,7 +175,9 @@ class Unroll:
         layers = draft.config.transformer_layer_config
         self.ranges = [key_ranges(batch.document_ids, layers.window(i)) for i in range(layers.num_hidden_layers)]
         self.shared: list[tuple[Tensor, Tensor]] = []  # per layer: keys and values of step 0, all rows
-        self.own: list[list[tuple[Tensor, Tensor, Tensor]]] = [[] for _ in self.ranges]  # per layer: rows, keys, values of each step
+        self.own: list[list[tuple[Tensor, Tensor, Tensor]]] = [
+            [] for _ in self.ranges
+        ]  # per layer: rows, keys, values of each step
         self.hidden = draft.fuse(batch.aux_hidden_states)
 
     def advance(self, k: int, token_ids: Tensor) -> Tensor:
@@ -225,7 +228,7 @@ def _summarise(
     terms_KE = torch.stack(term_losses)
     weights_E = torch.tensor(list(objective.kinds.values()), dtype=terms_KE.dtype, device=terms_KE.device)
     return TTTOutput(
-        loss=sum(result.loss for result in results),
+        loss=torch.stack([result.loss for result in results]).sum(),
         step_losses=terms_KE @ weights_E,
         term_losses=terms_KE,
         full_correct=torch.stack(full),

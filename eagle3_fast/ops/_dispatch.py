@@ -30,7 +30,9 @@ def resolve(op: str, device_type: str) -> str:
     impl = _selected or os.environ.get("EAGLE3_FAST_IMPL", "auto")
     _check(impl)
     if impl == "fused":
-        raise InputError(f"ops.impl is fused, but {op} has no fused kernel for {device_type} in this version; use auto or reference")
+        raise InputError(
+            f"ops.impl is fused, but {op} has no fused kernel for {device_type} in this version; use auto or reference"
+        )
     say_once(f"{op}: plain PyTorch reference on {device_type}")
     return "reference"
 

@@ -97,18 +97,29 @@ def _op(
     for block in target_row.argsort(stable=True).split(ROW_BLOCK):
         targets, target_index = target_row[block].unique_consecutive(return_inverse=True)
         verifier_logits = reference.softcap(t[targets].to(terms.dtype) @ wide_u.T, verifier_softcap)
-        rows, both = reference.row_divergences(h[block].to(terms.dtype) @ wide_w.T, verifier_logits, target_index, names)
+        rows, grad_z = _rows_and_gradient(h[block].to(terms.dtype) @ wide_w.T, verifier_logits, target_index, names, kind_weights)
         for whole, part in zip((terms, draft_top1, verifier_top1, overlap, draft_lse, verifier_lse), rows, strict=True):
             whole[block] = part
         weight = row_weight[block].to(terms.dtype)
         loss += (weight * (rows.terms_ME @ weights)).sum()
         if form_gradients:
             # Rounding a gradient to the inputs' dtype costs 0.2 % in bf16; it is rounding the logits that is ruinous.
-            grad_z = reference.logit_gradient(both, names, kind_weights).to(h.dtype)
+            grad_z = grad_z.to(h.dtype)
             grad_h[block] = (grad_z @ w) * weight[:, None].to(h.dtype)
             if head_gradient:
                 grad_w += grad_z.to(terms.dtype).T @ (h[block].to(terms.dtype) * weight[:, None])
     return loss, terms, draft_top1, verifier_top1, overlap, draft_lse, verifier_lse, grad_h, grad_w
+
+
+def _rows_and_gradient(
+    z: Tensor, t: Tensor, target_row: Tensor, kinds: list[str], kind_weights: list[float]
+) -> tuple[reference.RowDivergences, Tensor]:
+    """Row results and the gradient of the weighted divergence in the draft logits z, in closed form."""
+    if kinds == ["kl_div"]:
+        rows, gradient = reference.forward_kl(z, t, target_row)
+        return rows, gradient.mul_(kind_weights[0]) if kind_weights[0] != 1 else gradient
+    rows, both = reference.row_divergences(z, t, target_row, kinds)
+    return rows, reference.logit_gradient(both, kinds, kind_weights)
 
 
 @_op.register_fake
@@ -126,11 +137,12 @@ def _fake(
     head_gradient: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     rows, dtype = h.shape[0], torch.promote_types(h.dtype, torch.float32)
-    index = [h.new_empty(rows, dtype=torch.int64) for _ in range(2)]
-    values = [h.new_empty(rows, dtype=dtype) for _ in range(3)]
+    draft_top1, verifier_top1 = (h.new_empty(rows, dtype=torch.int64) for _ in range(2))
+    overlap, draft_lse, verifier_lse = (h.new_empty(rows, dtype=dtype) for _ in range(3))
+    loss, terms = h.new_empty((), dtype=dtype), h.new_empty(rows, len(kind_weights), dtype=dtype)
     grad_h = h.new_empty(h.shape if form_gradients else (0,))
     grad_w = w.new_empty(w.shape if head_gradient else (0,), dtype=dtype)
-    return h.new_empty((), dtype=dtype), h.new_empty(rows, len(kind_weights), dtype=dtype), *index, *values, grad_h, grad_w
+    return loss, terms, draft_top1, verifier_top1, overlap, draft_lse, verifier_lse, grad_h, grad_w
 
 
 def _save_gradients(ctx: Any, inputs: tuple, output: tuple) -> None:
@@ -150,9 +162,7 @@ def _scale_gradients(ctx: Any, grad_loss: Tensor | None, *_: Tensor | None) -> t
 _op.register_autograd(_scale_gradients, setup_context=_save_gradients)
 
 
-def _validate(
-    h: Tensor, w: Tensor, t: Tensor, u: Tensor, target_row: Tensor, row_weight: Tensor, kinds: dict[str, float]
-) -> None:
+def _validate(h: Tensor, w: Tensor, t: Tensor, u: Tensor, target_row: Tensor, row_weight: Tensor, kinds: dict[str, float]) -> None:
     if w.numel() == 0 or u.numel() == 0:
         raise ValueError("linear_divergence: the head is empty; under ZeRO-3 call the op inside the module that owns the weight")
     if h.ndim != 2 or w.ndim != 2 or h.shape[1] != w.shape[1]:
@@ -160,8 +170,13 @@ def _validate(
     if t.ndim != 2 or u.ndim != 2 or t.shape[1] != u.shape[1]:
         raise ValueError(f"linear_divergence: expected t [R, G] and u [V, G], got {list(t.shape)} and {list(u.shape)}")
     if w.shape[0] != u.shape[0]:
-        raise ValueError(f"linear_divergence: draft head has {w.shape[0]} rows, verifier head {u.shape[0]}; map the vocabulary first")
-    for name, value, dtypes in (("target_row", target_row, {torch.int64}), ("row_weight", row_weight, {torch.float32, torch.float64})):
+        raise ValueError(
+            f"linear_divergence: draft head has {w.shape[0]} rows, verifier head {u.shape[0]}; map the vocabulary first"
+        )
+    for name, value, dtypes in (
+        ("target_row", target_row, {torch.int64}),
+        ("row_weight", row_weight, {torch.float32, torch.float64}),
+    ):
         if value.shape != h.shape[:1] or value.dtype not in dtypes:
             raise ValueError(f"linear_divergence: {name} must be {dtypes} [{h.shape[0]}], got {value.dtype} {list(value.shape)}")
     if len({x.dtype for x in (h, w, t, u)}) != 1 or not h.dtype.is_floating_point:

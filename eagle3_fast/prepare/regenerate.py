@@ -143,9 +143,7 @@ def _claim(output: Path, manifest_path: Path, settings: dict[str, Any]) -> None:
     """Note the settings before the first reply; refuse to mix replies made under different ones."""
     if not manifest_path.is_file():
         if output.exists():
-            raise InputError(
-                f"{output}: exists but was not made by regenerate (no {manifest_path.name}); choose another output"
-            )
+            raise InputError(f"{output}: exists but was not made by regenerate (no {manifest_path.name}); choose another output")
         write_json(manifest_path, {"settings": settings})
         return
     before = read_json(manifest_path)["settings"]

@@ -183,9 +183,7 @@ class ShardWriter:
                 except RowError as reason:
                     report.drop(str(reason), whole)
                     continue
-                writer.write(
-                    {"input_ids": example.input_ids, "loss_mask": example.loss_mask, "seq_len": len(example.input_ids)}
-                )
+                writer.write({"input_ids": example.input_ids, "loss_mask": example.loss_mask, "seq_len": len(example.input_ids)})
                 report.rows += 1
             writer.finalize()
         report.notes = dict(self.chats.notes)

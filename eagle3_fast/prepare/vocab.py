@@ -76,9 +76,7 @@ def build_mapping(token_freq: dict[int, int], draft_vocab_size: int, target_voca
     return ids - torch.arange(draft_vocab_size), t2d
 
 
-def checked_mapping(
-    d2t: Tensor, t2d: Tensor, draft_vocab_size: int | None, target_vocab_size: int, source: str
-) -> VocabMapping:
+def checked_mapping(d2t: Tensor, t2d: Tensor, draft_vocab_size: int | None, target_vocab_size: int, source: str) -> VocabMapping:
     """A mapping whose parts agree with each other and with both sizes. `draft_vocab_size` none: whatever d2t holds.
 
     Raises InputError that names `source`.
@@ -87,9 +85,7 @@ def checked_mapping(
     if d2t.dtype != torch.int64 or d2t.shape != (expected,):
         raise InputError(f"{source}: d2t is {_kind(d2t)}, expected int64 [{expected}]; run `vocab` again or correct the paths")
     if t2d.dtype != torch.bool or t2d.shape != (target_vocab_size,):
-        raise InputError(
-            f"{source}: t2d is {_kind(t2d)}, expected bool [{target_vocab_size}]; it was made for another verifier"
-        )
+        raise InputError(f"{source}: t2d is {_kind(t2d)}, expected bool [{target_vocab_size}]; it was made for another verifier")
     if not torch.equal(torch.arange(len(d2t)) + d2t, t2d.nonzero().flatten()):
         raise InputError(f"{source}: d2t and t2d do not name the same tokens; run `vocab` again or correct the paths")
     return VocabMapping(d2t, t2d)
@@ -175,9 +171,7 @@ def load_token_freq(path: Path) -> dict[int, int]:
     try:
         counts = torch.load(path, weights_only=True)
     except (RuntimeError, pickle.UnpicklingError, EOFError) as error:
-        raise InputError(
-            f"{path}: not a file of token counts ({' '.join(str(error).split())[:80]}); run `prepare` again"
-        ) from None
+        raise InputError(f"{path}: not a file of token counts ({' '.join(str(error).split())[:80]}); run `prepare` again") from None
     if not isinstance(counts, dict) or not all(isinstance(x, int) for pair in counts.items() for x in pair):
         raise InputError(f"{path}: is no dict of token id to count; run `prepare` again")
     return counts

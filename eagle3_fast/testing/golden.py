@@ -99,7 +99,9 @@ def compare_model(case: Path) -> Verdict:
 
 def _compare_gradients(found: _Deviations, draft: Draft, expected: dict[str, Tensor], trainable: list[str]) -> None:
     parameters = dict(draft.named_parameters())
-    found.exact("trainable parameters", sorted(name for name, value in parameters.items() if value.requires_grad), sorted(trainable))
+    found.exact(
+        "trainable parameters", sorted(name for name, value in parameters.items() if value.requires_grad), sorted(trainable)
+    )
     for name in trainable:
         actual, wanted = parameters[name].grad, expected[f"grad.{name}"]
         gap = wanted if actual is None else actual - wanted
@@ -134,7 +136,8 @@ def read_batch(path: Path) -> PackedBatch:
         padding = torch.full((fields["input_ids"].shape[1] - len(documents),), -1)
         fields["document_ids"] = torch.cat((documents, padding))[None]
     aux, last = fields.pop("hidden_states")[0], fields.pop("verifier_last_hidden_states")[0]
-    return PackedBatch(aux_hidden_states=aux, last_hidden_states=last, **{name: value[0] for name, value in fields.items()})
+    rows: dict[str, Any] = {name: value[0] for name, value in fields.items()}
+    return PackedBatch(aux_hidden_states=aux, last_hidden_states=last, **rows)
 
 
 def compare_data(case: Path) -> Verdict:

@@ -1,11 +1,11 @@
 """Checkpoints: a servable draft and everything that training needs to go on, in one folder that is whole or absent.
 
-    {save_path}/{epoch}/   config.json, model.safetensors   the draft as it would be served
-                           engine_state.pt                  float32 masters, optimizers, schedules, random state
-                           training_state.json              epoch, local_step (batches done in it), global_step, what the run depends on
-                           val_metrics.json                 of the validation that followed, if one did
-    {save_path}/epoch{E}_end | epoch{E}_step{N} -> {epoch}   where it stands
-    {save_path}/checkpoint_best -> {epoch}                   lowest validation loss so far
+{save_path}/{epoch}/   config.json, model.safetensors   the draft as it would be served
+                       engine_state.pt                  float32 masters, optimizers, schedules, random state
+                       training_state.json              epoch, local_step (batches done in it), global_step, what the run depends on
+                       val_metrics.json                 of the validation that followed, if one did
+{save_path}/epoch{E}_end | epoch{E}_step{N} -> {epoch}   where it stands
+{save_path}/checkpoint_best -> {epoch}                   lowest validation loss so far
 """
 
 from __future__ import annotations
@@ -113,7 +113,9 @@ def load_checkpoint(folder: Path, engine: Engine, depends_on: dict[str, Any]) ->
     try:
         tensors = torch.load(folder / "engine_state.pt", weights_only=True)
     except (RuntimeError, EOFError, OSError) as error:
-        raise InputError(f"{folder}/engine_state.pt: cannot be read ({error}); delete {folder} to resume from the one before") from None
+        raise InputError(
+            f"{folder}/engine_state.pt: cannot be read ({error}); delete {folder} to resume from the one before"
+        ) from None
     engine.load_state_dict(tensors["engine"])
     _restore_random_state(tensors["random"])
     return Position(**state)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -16,7 +17,7 @@ from eagle3_fast.extract.verifier import Verifier
 from eagle3_fast.log import logger
 from eagle3_fast.model.config import DraftConfig
 from eagle3_fast.prepare.dataset import open_prepared
-from eagle3_fast.records import PackedBatch
+from eagle3_fast.records import HiddenStates, PackedBatch
 from eagle3_fast.train.packing import PackingSampler, pack
 
 VALIDATION_SEED = 0
@@ -48,7 +49,11 @@ class PackedRows:
     def _load_verifier(self, layer_ids: list[int]) -> Verifier:
         section = self.config.train.verifier
         return Verifier(
-            section.verifier_name_or_path, layer_ids, self.dtype, self.config.extract.attn_implementation, section.trust_remote_code
+            section.verifier_name_or_path,
+            layer_ids,
+            self.dtype,
+            self.config.extract.attn_implementation,
+            section.trust_remote_code,
         )
 
     def splits(self) -> tuple[Split, Split]:
@@ -56,7 +61,9 @@ class PackedRows:
         lengths = list(self.rows["seq_len"])
         cut = int(len(lengths) * self.config.train.data.train_data_ratio)
         if cut == 0:
-            raise InputError(f"{self.config.train.data.data_path}: {len(lengths)} rows leave none for training at this train_data_ratio")
+            raise InputError(
+                f"{self.config.train.data.data_path}: {len(lengths)} rows leave none for training at this train_data_ratio"
+            )
         return Split(0, lengths[:cut]), Split(cut, lengths[cut:])
 
     def batch(self, rows: list[int]) -> PackedBatch:
@@ -74,7 +81,7 @@ class PackedRows:
         size = self.config.train.data.total_seq_len
         return pack(samples, size, self.draft_config.num_aux, self.draft_config.verifier_hidden_size, self.dtype, tuple(skipped))
 
-    def _load(self, row: int):
+    def _load(self, row: int) -> HiddenStates:
         *others, last = self.sources
         for source in others:
             try:
@@ -91,7 +98,7 @@ class BatchLoader:
         self.rows, self.split = rows, split
         self.sampler = PackingSampler(split.lengths, config.train.data.total_seq_len, seed=seed)
         workers = config.train.data.num_workers if len(rows.sources) == 1 and isinstance(rows.sources[0], StoredStates) else 0
-        self.options = {"num_workers": workers}
+        self.options: dict[str, Any] = {"num_workers": workers}
         if workers:
             self.options["prefetch_factor"] = config.train.data.prefetch_factor
 
@@ -119,5 +126,5 @@ class _Plan(Dataset):
         return self.rows.batch(self.plan[index])
 
 
-def _as_is(batch: PackedBatch) -> PackedBatch:
+def _as_is(batch: Any) -> Any:
     return batch

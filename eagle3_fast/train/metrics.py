@@ -46,7 +46,9 @@ class Totals:
     def summary(self) -> dict[str, float]:
         """Rates of every step, tau, and counts. A rate without any case is left out rather than reported as 0."""
         result: dict[str, float] = {"loss": float(self.sums["step_losses"].sum())}
-        full, supervised, marginal, cond = (self.sums[n].tolist() for n in ("full_correct", "supervised", "marginal_correct", "cond_total"))
+        full, supervised, marginal, cond = (
+            self.sums[n].tolist() for n in ("full_correct", "supervised", "marginal_correct", "cond_total")
+        )
         for k, loss in enumerate(self.sums["step_losses"].tolist()):
             result[f"loss_{k}"] = loss
             _put(result, f"marginal_acc_{k}", marginal[k], supervised[k])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import torch
@@ -58,7 +58,7 @@ def build_schedule(optimizer: Optimizer, section: SchedulerSection, planned_step
         warmup = int(total * section.scheduler_warmup_ratio)
     else:
         warmup = int(total * DEFAULT_WARMUP)
-    shapes = {
+    shapes: dict[str, Callable[[int], float]] = {
         "linear": partial(_linear, total=total, warmup=warmup),
         "cosine": partial(_cosine, total=total, warmup=warmup, cycles=section.scheduler_num_cosine_cycles),
         "none": _constant,

@@ -27,7 +27,9 @@ def pack(
     """
     shifted = [_shift(states, mask) for states, mask in samples]
     lengths = [len(fields[0]) for fields in shifted]
-    columns = [torch.cat(parts)[:total_seq_len] for parts in zip(*shifted, strict=True)] if shifted else _no_rows(num_aux, hidden_size)
+    columns = (
+        [torch.cat(parts)[:total_seq_len] for parts in zip(*shifted, strict=True)] if shifted else _no_rows(num_aux, hidden_size)
+    )
     input_ids, aux, last, mask, positions = columns
     documents = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths, dtype=torch.int64))[:total_seq_len]
     return PackedBatch(
@@ -81,7 +83,9 @@ class PackingSampler:
         self.valid = np.arange(len(whole)) if truncate_long else np.flatnonzero(whole <= capacity)
         long = int((whole > capacity).sum())
         if long and rank == 0:
-            logger.warning("%d examples are longer than %d tokens and are %s", long, capacity, "cut" if truncate_long else "left out")
+            logger.warning(
+                "%d examples are longer than %d tokens and are %s", long, capacity, "cut" if truncate_long else "left out"
+            )
         self.lengths = np.minimum(whole, capacity)
         self.capacity, self.replicas, self.rank, self.seed, self.rotate = capacity, replicas, rank, seed, rotate
 

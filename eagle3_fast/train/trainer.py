@@ -6,7 +6,7 @@ import math
 import random
 import signal
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import islice
@@ -53,7 +53,7 @@ class Trainer:
         self.save_path = Path(config.train.trainer.save_path)
         self.position = Position()
         self.depends_on = self._dependencies(rows)
-        self.seconds: Counter[str] = Counter()
+        self.seconds: dict[str, float] = defaultdict(float)
         self.interrupted = False
         self.last: dict[str, Any] = {}
 
@@ -150,7 +150,7 @@ class Trainer:
                     f"{message}. Lower the learning rate or set engine.on_nan to skip; checkpoints are in {self.save_path}"
                 )
             logger.warning(message)
-        values = {
+        values: dict[str, Any] = {
             "split": "train",
             "epoch": self.position.epoch,
             **totals.summary(),
@@ -164,7 +164,9 @@ class Trainer:
             self.metrics.write(step, values)
         self.last = values
         self.bar.update(1)
-        self.bar.set_postfix({"loss": f"{values['loss']:.3f}", "tau": f"{values['tau']:.2f}", "tok/s": round(values["tokens_per_s"])})
+        self.bar.set_postfix(
+            {"loss": f"{values['loss']:.3f}", "tau": f"{values['tau']:.2f}", "tok/s": round(values["tokens_per_s"])}
+        )
 
     @torch.no_grad()
     def _validate(self, folder: Path | None) -> None:
@@ -184,7 +186,13 @@ class Trainer:
         self.metrics.write(self.position.global_step, values)
         self.last = {**self.last, **{f"val_{name}": value for name, value in values.items()}}
         rates = ", ".join(f"{values.get(f'cond_acc_{k}', 0):.3f}" for k in range(self.objective.ttt_steps))
-        logger.info("epoch %d: validation loss %.4f, conditional accuracy %s, tau %.3f", self.position.epoch, values["loss"], rates, values["tau"])
+        logger.info(
+            "epoch %d: validation loss %.4f, conditional accuracy %s, tau %.3f",
+            self.position.epoch,
+            values["loss"],
+            rates,
+            values["tau"],
+        )
         if folder is not None:
             record_validation(self.save_path, folder, values)
 
@@ -226,7 +234,7 @@ class Trainer:
     @contextmanager
     def _signals(self) -> Iterator[None]:
         """The first SIGTERM or SIGINT ends the run after the current step; a second one acts as it would without us."""
-        before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+        before: dict[int, Any] = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
 
         def ask(number: int, frame: Any) -> None:
             self.interrupted = True
@@ -246,4 +254,4 @@ def _seed(config: RunConfig) -> None:
     np.random.seed(config.train.seed)
     torch.manual_seed(config.train.seed)
     torch.use_deterministic_algorithms(config.engine.deterministic)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # our own tests do this; here it would only cost time
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # our own tests do this; here it would only cost time

@@ -68,6 +68,4 @@ def map_vocabulary(draft: Draft, ids: torch.Tensor) -> None:
 def run_config(verifier: Path, output: Path, **sections: Any) -> RunConfig:
     """A run file that names this verifier and export folder."""
     train = {"verifier": {"verifier_name_or_path": str(verifier)}, **sections.pop("train", {})}
-    return RunConfig.model_validate(
-        {"train": train, "export": {"output": str(output), **sections.pop("export", {})}, **sections}
-    )
+    return RunConfig.model_validate({"train": train, "export": {"output": str(output), **sections.pop("export", {})}, **sections})

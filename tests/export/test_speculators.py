@@ -137,9 +137,7 @@ def test_layers_come_from_the_run_file_where_the_checkpoint_is_silent(verifier: 
         (draft_config(target_hidden_size=16), {}, "verifier of hidden size 16"),
     ],
 )
-def test_refuses_a_draft_of_another_verifier(
-    config: DraftConfig, train: Any, message: str, verifier: Path, tmp_path: Path
-) -> None:
+def test_refuses_a_draft_of_another_verifier(config: DraftConfig, train: Any, message: str, verifier: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=message):
         servable_config(config, run_config(verifier, tmp_path, train=train))
 
@@ -163,9 +161,7 @@ def test_flags_of_each_case() -> None:
     assert "sliding_window" in served_flags(CASES["window"])
 
 
-def test_warns_about_another_embedding(
-    verifier: Path, checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_warns_about_another_embedding(verifier: Path, checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A rotated residual stream shows in the embedding first."""
     other = toy_llama(tmp_path / "other", seed=1)
     with caplog.at_level(logging.WARNING, "eagle3_fast"):

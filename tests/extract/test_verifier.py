@@ -91,7 +91,7 @@ def test_default_layers_are_distinct_or_refused(layers):
     except InputError as error:
         assert layers < 7 and "target_layer_ids" in str(error)
         return
-    assert len(set(ids)) == 3 and 0 <= min(ids) and max(ids) <= layers
+    assert len(set(ids)) == 3 and min(ids) >= 0 and max(ids) <= layers
 
 
 def test_default_layers():

@@ -66,7 +66,11 @@ def test_rotary_tables_are_those_of_transformers(rope: dict) -> None:
     config = parse_draft_config(config_data({"rope_parameters": {"rope_theta": 10000.0, **rope}}), "test").transformer_layer_config
     theirs = LlamaRotaryEmbedding(
         LlamaConfig(
-            hidden_size=32, num_attention_heads=4, head_dim=8, max_position_embeddings=512, rope_parameters=config.rope_parameters
+            hidden_size=32,
+            num_attention_heads=4,
+            head_dim=8,
+            max_position_embeddings=512,
+            rope_parameters=config.rope_parameters,
         )
     )
     positions = torch.arange(1, 60)

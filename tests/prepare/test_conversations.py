@@ -37,9 +37,7 @@ def test_forms_agree(row: dict[str, Any]) -> None:
 
 
 def test_reasoning_system_input_and_bare_prompts() -> None:
-    thinking = {
-        "messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "4", "reasoning_content": "2+2"}]
-    }
+    thinking = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "4", "reasoning_content": "2+2"}]}
     assert parse_row(thinking, "f:1").messages[1] == Message("assistant", "4", "2+2")  # type: ignore[union-attr]
     bare = parse_row({"prompt": "hi", "system": "be kind"}, "f:1")
     assert bare == Conversation((Message("system", "be kind"), Message("user", "hi")), "f:1")

@@ -46,9 +46,7 @@ def test_replies_are_the_verifiers_own(setup: Callable[..., RunConfig], answerin
     for row, prompt in zip(rows, PROMPTS, strict=True):
         user, assistant = row["messages"]
         assert user == {"role": "user", "content": prompt["prompt"]}
-        ids = tokenizer.apply_chat_template([user], add_generation_prompt=True, return_tensors="pt", return_dict=True)[
-            "input_ids"
-        ]
+        ids = tokenizer.apply_chat_template([user], add_generation_prompt=True, return_tensors="pt", return_dict=True)["input_ids"]
         alone = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False)[0, ids.shape[1] :]
         agree += tokenizer.decode(alone, skip_special_tokens=False).removesuffix("<|im_end|>") == assistant["content"]
     assert agree >= 6  # a bfloat16 tie may fall otherwise in a padded batch

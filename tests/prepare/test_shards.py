@@ -112,9 +112,7 @@ def test_hidden_states_and_foreign_rows_are_not_replaced(
     (tmp_path / "out" / "hidden_states" / "hs_0.safetensors").write_bytes(b"")
     prepare(config)  # the same rows: nothing is in danger
     write_jsonl(ROWS[:5])
-    with pytest.raises(
-        InputError, match=r"out/hidden_states: holds hidden states of rows .* choose another train.data.data_path"
-    ):
+    with pytest.raises(InputError, match=r"out/hidden_states: holds hidden states of rows .* choose another train.data.data_path"):
         prepare(config)
     assert len(contents(tmp_path / "out")) == 10
     (tmp_path / "out" / "hidden_states" / "hs_0.safetensors").unlink()

@@ -60,9 +60,7 @@ def test_exactly_one_beginning_token(make_tokenizer: Make) -> None:
     assert example.input_ids[0] == tokenizer.bos_token_id
 
 
-@pytest.mark.parametrize(
-    "reply", [Message("assistant", "4", "2 and 2"), Message("assistant", "<think>\n2 and 2\n</think>\n\n4")]
-)
+@pytest.mark.parametrize("reply", [Message("assistant", "4", "2 and 2"), Message("assistant", "<think>\n2 and 2\n</think>\n\n4")])
 def test_reasoning_is_supervised(make_tokenizer: Make, reply: Message) -> None:
     tokenizer = make_tokenizer(REASONING)
     example = tokenize(tokenizer, Conversation((Message("user", "sum"), reply), "t:1"))

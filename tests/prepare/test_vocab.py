@@ -100,9 +100,7 @@ def test_full_vocabulary_only_when_the_config_says_so(
     assert "full vocabulary of 64" in caplog.text
     assert load_mapping(run_config(tmp_path, {"draft_vocab_size": 64}), 64) is None
     counts.unlink()
-    with pytest.raises(
-        InputError, match=r"token_freq.pt: no token counts to build a draft vocabulary of 24 from; run `prepare`"
-    ):
+    with pytest.raises(InputError, match=r"token_freq.pt: no token counts to build a draft vocabulary of 24 from; run `prepare`"):
         load_mapping(run_config(tmp_path, {"draft_vocab_size": 24}), 64)
 
 

@@ -11,7 +11,33 @@ from eagle3_fast.config import RunConfig
 from eagle3_fast.extract.states import extract
 from eagle3_fast.prepare.shards import prepare
 
-WORDS = "the cat sat on a mat and the dog ran to its red house by a tree near town with four old men in hats".split()
+WORDS = [
+    "the",
+    "cat",
+    "sat",
+    "on",
+    "a",
+    "mat",
+    "and",
+    "the",
+    "dog",
+    "ran",
+    "to",
+    "its",
+    "red",
+    "house",
+    "by",
+    "a",
+    "tree",
+    "near",
+    "town",
+    "with",
+    "four",
+    "old",
+    "men",
+    "in",
+    "hats",
+]
 
 
 def write_chats(path: Path, count: int, seed: int = 0) -> Path:

@@ -20,7 +20,9 @@ def names(draft: torch.nn.Module, optimizer: torch.optim.Optimizer) -> set[str]:
 def test_muon_takes_matrices_and_adamw_the_rest() -> None:
     draft = random_draft(train_head=True)
     muon, adamw = build_optimizers(draft.named_parameters(), OptimizerSection())
-    matrices = {f"layers.0.self_attn.{part}_proj.weight" for part in "qkvo"} | {f"layers.0.mlp.{p}_proj.weight" for p in ("gate", "up", "down")}
+    matrices = {f"layers.0.self_attn.{part}_proj.weight" for part in "qkvo"} | {
+        f"layers.0.mlp.{p}_proj.weight" for p in ("gate", "up", "down")
+    }
     assert names(draft, muon) == matrices | {"fc.weight"}
     norms = {f"layers.0.{name}.weight" for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm")}
     assert names(draft, adamw) == norms | {"norm.weight", "input_norm.weight", "lm_head.weight"}

@@ -62,7 +62,11 @@ def test_it_learns_and_leaves_a_servable_checkpoint(run: RunConfig, tmp_path: Pa
     assert len(validation) == 6
     assert validation[-1] < validation[0]
     assert {path.name for path in (tmp_path / "5").iterdir()} == {
-        "config.json", "model.safetensors", "engine_state.pt", "training_state.json", "val_metrics.json"
+        "config.json",
+        "model.safetensors",
+        "engine_state.pt",
+        "training_state.json",
+        "val_metrics.json",
     }
     assert (tmp_path / "epoch5_end").resolve() == tmp_path / "5"
     best = min(range(6), key=lambda epoch: validation[epoch])
@@ -99,7 +103,9 @@ def test_a_killed_run_goes_on_bit_for_bit(run: RunConfig, tmp_path: Path) -> Non
         "from eagle3_fast.cli import main\n"
         f"sys.exit(main(['train', '--config', {str(tmp_path / 'run.yaml')!r}]))\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
     assert done.returncode == 75, done.stderr
     assert "interrupted at step 4; saved to" in done.stderr
     train(disturbed)
@@ -115,7 +121,7 @@ def test_every_sample_is_seen_once_around_a_stop(run: RunConfig, tmp_path: Path)
         batch = trainer.loader.rows.batch
         trainer.loader.rows.batch = lambda rows, batch=batch: seen.append(rows) or batch(rows)
         trainer.run()
-    seen = seen[: 3] + [rows for rows in seen[3:] if max(rows) < len(trainer.loader.split.lengths)]
+    seen = seen[:3] + [rows for rows in seen[3:] if max(rows) < len(trainer.loader.split.lengths)]
     training = [rows for rows in seen if max(rows) < len(trainer.loader.split.lengths)]
     assert [sorted(rows) for rows in training] == [sorted(rows) for rows in trainer.loader.sampler.batches(0)]
 
