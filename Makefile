@@ -4,7 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 VLLM_VENV := .venv-vllm
 
-.PHONY: demo test test-vllm lint install clean
+SERVED = VLLM_CPU_KVCACHE_SPACE=2 HF_HUB_OFFLINE=1 $(VLLM_VENV)/bin/python tests/vllm/served.py --prompts examples/heldout.jsonl
+
+.PHONY: demo test test-vllm test-vllm-short test-dist lint install clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python examples/smollm2.py build/smollm2 build/humaneval.jsonl
@@ -13,9 +15,24 @@ demo: $(VENV)/.installed
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest
 
-# The demo's draft in real vLLM (CPU), in its own environment; needs what `make demo` leaves in build/demo.
-test-vllm: $(VENV)/.installed $(VLLM_VENV)/.installed
-	VLLM_CPU_KVCACHE_SPACE=2 HF_HUB_OFFLINE=1 $(VLLM_VENV)/bin/python tests/vllm/served.py $(SERVED)
+# The demo's draft in real vLLM (CPU, an environment of its own): same text as plain vLLM, acceptance as our own evaluation says.
+test-vllm: demo $(VLLM_VENV)/.installed
+	$(SERVED) --draft build/demo/draft --evaluation build/demo/evaluation.json
+
+# The same on a draft trained for a minute.
+test-vllm-short: $(VENV)/.installed $(VLLM_VENV)/.installed
+	$(BIN)/python examples/smollm2.py build/smollm2 build/humaneval.jsonl
+	$(BIN)/eagle3-fast run --config configs/short.yaml
+	$(SERVED) --draft build/short/draft --evaluation build/short/evaluation.json
+
+# Source distribution and wheel, built and installed in an empty environment, every command's help.
+test-dist: $(VENV)/.installed
+	rm -rf build/dist && $(BIN)/python -m build -q --no-isolation --outdir build/dist .
+	$(PYTHON) -m venv --clear build/dist/venv
+	build/dist/venv/bin/pip install -q --no-deps build/dist/*.whl
+	cd build/dist && for verb in regenerate prepare vocab extract train export evaluate report run check show-mask; do \
+	  venv/bin/eagle3-fast $$verb --help > /dev/null || exit 1; done
+	cd build/dist && venv/bin/python -c 'import eagle3_fast, pathlib; p = pathlib.Path(eagle3_fast.__file__).parent; assert "dist" in str(p)'
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

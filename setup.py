@@ -28,6 +28,6 @@ def extension() -> dict:
 
 setup(
     packages=[*find_packages(include=["eagle3_fast*"]), "eagle3_fast.kernels"],
-    package_data={"eagle3_fast": ["py.typed"], "eagle3_fast.kernels": ["*.py"]},
+    package_data={"eagle3_fast": ["py.typed"], "eagle3_fast.kernels": ["*.py", "*.md"]},
     **extension(),
 )
