@@ -161,6 +161,10 @@ def place_verifier_parts(draft: Draft, weights: VerifierWeights, mapping: VocabM
     The verifier's norm is folded to one plain gain: (1 + w) where its family adds 1, times its logit scale, which is linear.
     """
     dtype, shape = getattr(torch, config.train.data.hidden_states_dtype), weights.shape
+    if config.engine.compat == "0.3" and shape.logit_scale != 1:
+        raise InputError(
+            f"engine.compat 0.3 knows no verifier norm to carry the logit scale {shape.logit_scale} of {shape.path}; use 0.9"
+        )
     head = weights.head.to(dtype)
     draft.embed_tokens.weight.data = weights.embed.to(dtype)
     draft.verifier_lm_head.weight.data = head
