@@ -16,8 +16,11 @@ test: $(VENV)/.installed
 	$(BIN)/python -m pytest
 
 # The demo's draft in real vLLM (CPU, an environment of its own): same text as plain vLLM, acceptance as our own evaluation says.
-test-vllm: demo $(VLLM_VENV)/.installed
+test-vllm: build/demo/evaluation.json $(VLLM_VENV)/.installed
 	$(SERVED) --draft build/demo/draft --evaluation build/demo/evaluation.json
+
+build/demo/evaluation.json:
+	$(MAKE) demo
 
 # The same on a draft trained for a minute.
 test-vllm-short: $(VENV)/.installed $(VLLM_VENV)/.installed

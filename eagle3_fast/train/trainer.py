@@ -54,6 +54,7 @@ class Trainer:
         self.position = Position()
         self.depends_on = self._dependencies(rows)
         self.seconds: dict[str, float] = defaultdict(float)
+        self.skipped = 0
         self.interrupted = False
         self.last: dict[str, Any] = {}
 
@@ -69,7 +70,15 @@ class Trainer:
             while self.position.epoch < settings.epochs and not self._at_step_limit():
                 self._epoch()
         self.metrics.close()
+        self._summarise()
         return {**self.last, "global_step": self.position.global_step, "seconds": dict(self.seconds)}
+
+    def _summarise(self) -> None:
+        """Where the time went and what was left out, in two lines at most."""
+        if self.seconds:
+            logger.info("time: %s", ", ".join(f"{phase} {seconds:.0f} s" for phase, seconds in self.seconds.items()))
+        if self.skipped:
+            logger.warning("%d unusable samples were skipped in training, each named above", self.skipped)
 
     def planned_steps(self) -> int:
         """Optimizer steps of the whole run; the last window of an epoch may be short."""
@@ -97,7 +106,7 @@ class Trainer:
         if finished:
             self.position.epoch, self.position.local_step = self.position.epoch + 1, 0
         ends = self.position.epoch == self.config.train.trainer.epochs or self._at_step_limit()
-        due = finished and (frequency <= 1 or self.position.epoch % int(frequency) in (0, 1))
+        due = finished and (frequency <= 1 or self.position.epoch % int(frequency) == 1)
         folder = self._save(finished) if due or ends or self.interrupted else None
         if self.interrupted:
             raise Interrupted(f"interrupted at step {self.position.global_step}; saved to {folder}, run the same command to go on")
@@ -139,6 +148,7 @@ class Trainer:
     def _report(self, totals: Totals, norm: float, seconds: float, finite: bool, supervised: bool) -> None:
         """Write metrics; name what went wrong in this step and act as the run file says."""
         step = self.position.global_step
+        self.skipped += len(totals.skipped)
         for sample in totals.skipped:
             logger.warning("step %d: skipped %s", step, sample)
         if not supervised:
