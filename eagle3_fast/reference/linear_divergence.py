@@ -132,7 +132,7 @@ def forward_kl(z_MV: Tensor, t_RV: Tensor, target_row_M: Tensor) -> tuple[RowDiv
     draft_lse, p = _log_sum_exp(z_MV, log_q, draft_top1), p[target_row_M]
     terms = (negative_entropy[target_row_M] - (p * log_q).sum(-1)).clamp_min(0)
     gradient = log_q.exp_().sub_(p)
-    overlap = 1 - 0.5 * gradient.abs().sum(-1)
+    overlap = (1 - 0.5 * gradient.abs().sum(-1)).clamp_min(0)
     top1, lse = verifier_top1[target_row_M], verifier_lse[target_row_M]
     return RowDivergences(terms[:, None], draft_top1, top1, overlap, draft_lse, lse), gradient
 
