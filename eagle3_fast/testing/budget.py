@@ -9,8 +9,9 @@ from torch import Tensor
 def assert_within_budget(actual: Tensor, exact: Tensor, eager: Tensor, what: str, scale: float | None = None) -> None:
     """err(actual, exact) <= 2 err(eager, exact) + 4 eps(dtype) * scale, for the largest and the mean error.
 
-    exact: float64. eager: plain PyTorch in the dtype of `actual`. scale: largest magnitude of `exact` unless given; four roundings of that size
-    are allowed because on a handful of elements eager may be right by luck. The message shows the worst element in all three.
+    exact: float64. eager: plain PyTorch in the dtype of `actual`. scale: largest magnitude of `exact` unless given; four roundings
+    of that size are allowed because on a handful of elements eager may be right by luck. The message shows the worst element in
+    all three.
     """
     assert actual.shape == exact.shape, f"{what}: shape {list(actual.shape)}, expected {list(exact.shape)}"
     if exact.numel() == 0:
