@@ -23,7 +23,11 @@ def extension() -> dict:
     module = CppExtension(
         "eagle3_fast._C", SOURCES, extra_compile_args=["-O3", "-std=c++17", "-DPy_LIMITED_API=0x030A0000"], py_limited_api=True
     )
-    return {"ext_modules": [module], "cmdclass": {"build_ext": BuildExtension.with_options(optional=True)}}
+    return {
+        "ext_modules": [module],
+        "cmdclass": {"build_ext": BuildExtension.with_options(optional=True)},
+        "options": {"bdist_wheel": {"py_limited_api": "cp310"}},
+    }
 
 
 setup(
