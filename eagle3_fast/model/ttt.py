@@ -229,7 +229,7 @@ def _summarise(
     weights_E = torch.tensor(list(objective.kinds.values()), dtype=terms_KE.dtype, device=terms_KE.device)
     return TTTOutput(
         loss=torch.stack([result.loss for result in results]).sum(),
-        step_losses=terms_KE @ weights_E,
+        step_losses=(terms_KE * weights_E).sum(-1),  # not a product of matrices: autocast would round it
         term_losses=terms_KE,
         full_correct=torch.stack(full),
         supervised=torch.stack([rows.sum() for rows in plan.supervised]),

@@ -187,6 +187,14 @@ def test_a_window_of_batches_equals_one_batch() -> None:
     assert torch.equal(together.full_correct, sum(part.full_correct for part in apart))
 
 
+def test_reported_losses_are_not_rounded_by_autocast() -> None:
+    draft, batch = random_draft(dtype=torch.float32), random_batch((9,), 9, dtype=torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output = run_ttt(draft, batch, Objective(terms={"kl_div": 0.3, "tv": 1.0}))
+    assert output.step_losses.dtype == torch.float32
+    assert torch.allclose(output.step_losses.sum(), output.loss, rtol=1e-6)
+
+
 def test_key_ranges() -> None:
     documents = torch.tensor([0, 0, 0, 1, 1, -1, -1])
     assert key_ranges(documents, None).tolist() == [[0, 1], [0, 2], [0, 3], [3, 4], [3, 5], [5, 6], [6, 7]]
