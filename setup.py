@@ -1,7 +1,7 @@
 """Package list (with the symlinked `kernels`) and the optional C++ module; everything else is in pyproject.toml.
 
-The C++ module is built with PyTorch's stable ABI where torch and a compiler are present at install time; without them the package
-installs all the same and runs on its plain PyTorch reference.
+The C++ module is built with PyTorch's stable ABI where the build sees torch and a compiler (`pip install --no-build-isolation`, as the
+Makefile does); without them the package installs all the same and runs on its plain PyTorch reference.
 """
 
 import shutil

@@ -32,6 +32,20 @@ class VerifierSection(Section):
     trust_remote_code: bool = False
 
 
+SHAPING_KEYS = {
+    "num_layers",
+    "draft_arch",
+    "draft_hidden_act",
+    "sliding_window",
+    "full_attention_indices",
+    "norm_before_residual",
+    "norm_before_fc",
+    "fc_norm",
+    "norm_output",
+}
+"""Keys of `train.draft` that shape a new draft."""
+
+
 class DraftSection(Section):
     from_pretrained: str = Field("", description="folder with a speculators config.json, with or without weights")
     num_layers: int = Field(1, ge=1)
@@ -48,6 +62,13 @@ class DraftSection(Section):
     norm_output: bool = True
     sliding_window: int = Field(2048, ge=1)
     full_attention_indices: list[int] = Field([], description="draft layers without the sliding window")
+
+    @model_validator(mode="after")
+    def _one_definition(self) -> DraftSection:
+        clash = sorted(self.model_fields_set & SHAPING_KEYS) if self.from_pretrained else []
+        if clash:
+            raise ValueError(f"from_pretrained brings its own config, so {', '.join(clash)} cannot be given beside it")
+        return self
 
     @model_validator(mode="after")
     def _one_fusion_norm(self) -> DraftSection:
@@ -271,6 +292,8 @@ def load_run_config(path: str | Path, overrides: list[str] | None = None) -> Run
         raise InputError(f"{path}: no such run file") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise InputError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror})") from None
     if not isinstance(document, dict):
         raise InputError(f"{path}: a run file is a mapping with a `train:` section, this is {type(document).__name__}")
     for override in overrides or []:
@@ -290,7 +313,10 @@ def _apply_override(document: dict[str, Any], override: str) -> None:
         document = document.setdefault(group, {})
         if not isinstance(document, dict):
             raise InputError(f"override {override!r}: {group} is not a section")
-    document[leaf] = yaml.safe_load(value) if value else ""
+    try:
+        document[leaf] = yaml.safe_load(value) if value else ""
+    except yaml.YAMLError as error:
+        raise InputError(f"override {override!r}: its value is not valid YAML: {' '.join(str(error).split())}") from None
 
 
 def _explain(item: Any) -> str:

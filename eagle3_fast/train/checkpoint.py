@@ -11,7 +11,9 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import pickle
 import random
 import shutil
 from dataclasses import asdict, dataclass
@@ -49,6 +51,9 @@ def save_checkpoint(save_path: Path, engine: Engine, position: Position, depends
         torch.save({"engine": engine.state_dict(), "random": _random_state()}, path)
     write_json(partial / "training_state.json", {**asdict(position), "depends_on": depends_on})
     if folder.exists():
+        best = save_path / "checkpoint_best"
+        if best.is_symlink() and best.resolve() == folder.resolve():
+            best.unlink()  # what it praised is about to be replaced
         folder.rename(old)
     partial.rename(folder)
     shutil.rmtree(old, ignore_errors=True)
@@ -63,7 +68,9 @@ def record_validation(save_path: Path, folder: Path, metrics: dict[str, Any]) ->
     """Keep the metrics beside the checkpoint, and point `checkpoint_best` at it when its loss is the lowest so far."""
     best = _best_loss(save_path)
     write_json(folder / "val_metrics.json", metrics)
-    if best is None or metrics["loss"] < best:
+    if not math.isfinite(metrics["loss"]) or not metrics["supervised_tokens"]:
+        logger.warning("%s: its validation says nothing (loss %s); it cannot become the best", folder, metrics["loss"])
+    elif best is None or metrics["loss"] < best:
         _point(save_path / "checkpoint_best", folder.name)
 
 
@@ -111,8 +118,8 @@ def load_checkpoint(folder: Path, engine: Engine, depends_on: dict[str, Any]) ->
             f"{folder}: was trained with another {', '.join(changed)}; set it back, or start anew with another train.trainer.save_path"
         )
     try:
-        tensors = torch.load(folder / "engine_state.pt", weights_only=True)
-    except (RuntimeError, EOFError, OSError) as error:
+        tensors = torch.load(folder / "engine_state.pt", map_location="cpu", weights_only=True)
+    except (RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:
         raise InputError(
             f"{folder}/engine_state.pt: cannot be read ({error}); delete {folder} to resume from the one before"
         ) from None
@@ -142,8 +149,10 @@ def _random_state() -> dict[str, Any]:
 
 def _restore_random_state(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
-    if state["cuda"]:
+    if len(state["cuda"]) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all(state["cuda"])
+    else:
+        logger.warning("resumed on another number of GPUs: their random state starts anew")
     version, keys, position = state["python"]
     random.setstate((version, tuple(keys), position))
     name, array, *rest = state["numpy"]

@@ -7,6 +7,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 
 from eagle3_fast.config import RunConfig
 from eagle3_fast.model.draft import Draft
@@ -97,7 +99,18 @@ class LocalEngine:
             raise ValueError(f"checkpoint trains {sorted(state['masters'])}, this run trains {sorted(own)}")
         for name, value in state["masters"].items():
             own[name].data.copy_(value)
-        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
-        for schedule, saved in zip(self.schedules, state["schedules"], strict=True):
-            schedule.load_state_dict(saved)
+        for optimizer, schedule, *saved in zip(
+            self.optimizers, self.schedules, state["optimizers"], state["schedules"], strict=True
+        ):
+            _load_keeping_settings(optimizer, schedule, *saved)
+
+
+def _load_keeping_settings(optimizer: Optimizer, schedule: LambdaLR, moments: dict[str, Any], progress: dict[str, Any]) -> None:
+    """Moments and position from the checkpoint; rates, decay and momentum from the run file, which may have changed them."""
+    settings = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    base_rates = schedule.base_lrs
+    optimizer.load_state_dict(moments)
+    schedule.load_state_dict(progress)
+    schedule.base_lrs = base_rates
+    for group, own, rate, shape in zip(optimizer.param_groups, settings, base_rates, schedule.lr_lambdas, strict=True):
+        group.update(own, lr=rate * shape(schedule.last_epoch))

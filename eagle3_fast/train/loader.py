@@ -12,8 +12,9 @@ from torch.utils.data import DataLoader, Dataset
 from eagle3_fast.config import RunConfig
 from eagle3_fast.errors import InputError
 from eagle3_fast.extract.sources import HiddenStateSource, OnlineStates, StoredStates
-from eagle3_fast.extract.store import SampleError
+from eagle3_fast.extract.store import SampleError, check_manifest
 from eagle3_fast.extract.verifier import Verifier
+from eagle3_fast.extract.weights import verifier_fingerprint
 from eagle3_fast.log import logger
 from eagle3_fast.model.config import DraftConfig
 from eagle3_fast.prepare.dataset import open_prepared
@@ -42,9 +43,14 @@ class PackedRows:
         self.verifier: Verifier | None = None
         layer_ids = draft_config.eagle_aux_hidden_state_layer_ids or []
         stored = None if online else StoredStates(config.hidden_states_path, self.rows, layer_ids)
+        if stored is not None:
+            check_manifest(config.hidden_states_path, {"verifier_fingerprint": verifier_fingerprint(self._verifier_path())})
         self.sources: list[HiddenStateSource] = [stored] if stored else []
         if online or self.on_missing == "generate":
             self.sources.append(OnlineStates(self._load_verifier(layer_ids), self.rows))
+
+    def _verifier_path(self) -> str:
+        return self.config.train.verifier.verifier_name_or_path
 
     def _load_verifier(self, layer_ids: list[int]) -> Verifier:
         section = self.config.train.verifier
@@ -72,6 +78,11 @@ class PackedRows:
         for row in rows:
             try:
                 states = self._load(row)
+                if states.states.shape[-1] != self.draft_config.verifier_hidden_size:
+                    expected = self.draft_config.verifier_hidden_size
+                    raise SampleError(
+                        f"row {row}", f"its hidden states are {states.states.shape[-1]} wide, the verifier's are {expected}"
+                    )
             except SampleError as error:
                 if self.on_missing == "raise":
                     raise

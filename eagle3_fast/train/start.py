@@ -28,7 +28,7 @@ def start_draft(config: RunConfig) -> Draft:
     shape = verifier_shape(config.train.verifier.verifier_name_or_path, config.train.verifier.trust_remote_code)
     mapping = load_mapping(config, shape.vocab_size)
     if section.from_pretrained:
-        draft_config = load_draft_config(section.from_pretrained)
+        draft_config = _with_aux_layers(load_draft_config(section.from_pretrained), section, shape)
     else:
         draft_config = new_draft_config(config, shape, mapping)
     draft = Draft(draft_config, train_head=config.engine.compat == "0.3")
@@ -41,7 +41,8 @@ def start_draft(config: RunConfig) -> Draft:
     weights = verifier_weights(shape.path, rows, trust_remote_code=config.train.verifier.trust_remote_code)
     place_verifier_parts(draft, weights, mapping, config)
     if tensors:
-        load_tensors(draft, tensors, str(warm), missing_ok=_verifier_names(draft))
+        absent_ok = ("embed_tokens.weight", "d2t", "t2d")  # already in place, from the verifier and the agreed mapping
+        load_tensors(draft, tensors, str(warm), missing_ok=(*_verifier_names(draft), *absent_ok))
         logger.info("draft: weights of %s", warm)
     return draft
 
@@ -128,11 +129,20 @@ def _heads(shape: VerifierShape) -> dict[str, int]:
     }
 
 
+def _with_aux_layers(config: DraftConfig, section: DraftSection, shape: VerifierShape) -> DraftConfig:
+    """Configs of speculators 0.3 do not say which layers they read: then the run file does, or the default."""
+    if config.eagle_aux_hidden_state_layer_ids is not None:
+        return config
+    ids = checked_layer_ids(section.target_layer_ids, shape.num_hidden_layers)
+    logger.info("draft: its config names no aux layers, taking %s (train.draft.target_layer_ids)", ids)
+    return config.model_copy(update={"eagle_aux_hidden_state_layer_ids": ids})
+
+
 def _agreed_mapping(config: DraftConfig, mapping: VocabMapping | None, tensors: dict[str, torch.Tensor]) -> VocabMapping | None:
     """A warm start keeps its own mapping; a reduced vocabulary without any mapping is refused."""
     if not config.reduced_vocab:
         return None
-    if "d2t" in tensors:
+    if {"d2t", "t2d"} <= tensors.keys():
         size, whole = config.draft_vocab_size, config.verifier_vocab_size
         return checked_mapping(tensors["d2t"], tensors["t2d"], size, whole, "train.draft.from_pretrained")
     if mapping is None or mapping.draft_vocab_size != config.draft_vocab_size:
@@ -168,7 +178,7 @@ def place_verifier_parts(draft: Draft, weights: VerifierWeights, mapping: VocabM
     head = weights.head.to(dtype)
     draft.embed_tokens.weight.data = weights.embed.to(dtype)
     draft.verifier_lm_head.weight.data = head
-    draft.lm_head.weight.data = head.float() if draft.lm_head.weight.requires_grad else head
+    draft.lm_head.weight.data = (head.float() if draft.lm_head.weight.requires_grad else head).clone()
     draft.verifier_norm.weight.data = weights.norm * shape.logit_scale
     draft.verifier_norm.eps = shape.rms_norm_eps
     draft.verifier_softcap = shape.logit_softcap or 0.0

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import os
 import random
 import signal
 import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -18,9 +20,11 @@ import torch
 
 from eagle3_fast.config import RunConfig
 from eagle3_fast.errors import InputError, Interrupted
+from eagle3_fast.extract.weights import verifier_fingerprint
 from eagle3_fast.log import logger, progress
 from eagle3_fast.model.ttt import run_ttt, supervised_counts
 from eagle3_fast.ops import select
+from eagle3_fast.prepare.vocab import VocabMapping
 from eagle3_fast.records import PackedBatch
 from eagle3_fast.train.checkpoint import Position, latest_checkpoint, load_checkpoint, record_validation, save_checkpoint
 from eagle3_fast.train.engine import LocalEngine
@@ -55,6 +59,7 @@ class Trainer:
         self.depends_on = self._dependencies(rows)
         self.seconds: dict[str, float] = defaultdict(float)
         self.skipped = 0
+        self.unvalidated: Path | None = None
         self.interrupted = False
         self.last: dict[str, Any] = {}
 
@@ -65,6 +70,8 @@ class Trainer:
         board = Path(self.config.train.logging.log_dir) / (self.config.train.logging.run_name or "run")
         self.metrics = MetricsWriter(self.save_path / "metrics.jsonl", board if self.config.train.logging.logger else None)
         self.metrics.rewind(self.position.global_step)
+        if self.unvalidated is not None:  # an earlier run ended between this checkpoint and its validation
+            self._validate(self.unvalidated)
         steps = self.planned_steps()
         with self._signals(), progress(total=steps, initial=self.position.global_step, unit="step", desc="train") as self.bar:
             while self.position.epoch < settings.epochs and not self._at_step_limit():
@@ -135,6 +142,8 @@ class Trainer:
             with self._timed("backward"):
                 self.engine.backward(loss)
             totals.add(output, batch)
+        if divisor_K is None:
+            totals.sums["step_losses"] /= len(window)
         finite = torch.isfinite(totals.sums["step_losses"]).all()
         with self._timed("optimizer"):
             norm = self.engine.step() if finite and counts.any() else self._skip_step()
@@ -211,10 +220,14 @@ class Trainer:
             return save_checkpoint(self.save_path, self.engine, self.position, self.depends_on, finished_epoch)
 
     def _resume(self) -> None:
-        folder = None if self.config.train.trainer.no_resume_from_checkpoint else latest_checkpoint(self.save_path)
-        if folder is not None:
-            self.position = load_checkpoint(folder, self.engine, self.depends_on)
-            logger.info("resumed from %s at step %d", folder, self.position.global_step)
+        folder = latest_checkpoint(self.save_path)
+        if folder is None:
+            return
+        if self.config.train.trainer.no_resume_from_checkpoint:
+            raise InputError(f"{self.save_path}: holds checkpoints that are not to be resumed; give another save_path or delete it")
+        self.position = load_checkpoint(folder, self.engine, self.depends_on)
+        logger.info("resumed from %s at step %d", folder, self.position.global_step)
+        self.unvalidated = folder if self.position.local_step == 0 and not (folder / "val_metrics.json").is_file() else None
 
     def _dependencies(self, rows: PackedRows) -> dict[str, Any]:
         """What the order of samples and the meaning of the weights depend on; a resumed run must have the same."""
@@ -225,8 +238,12 @@ class Trainer:
             "total_seq_len": self.config.train.data.total_seq_len,
             "accumulation": self.config.engine.accumulation,
             "seed": self.config.train.seed,
-            "aux layers": draft.config.eagle_aux_hidden_state_layer_ids,
-            "draft vocabulary": int(draft.d2t.sum()) if draft.config.reduced_vocab else "full",
+            "draft vocabulary": VocabMapping(draft.d2t.cpu(), draft.t2d.cpu()).digest() if draft.config.reduced_vocab else "full",
+            "draft": draft.config.model_dump(mode="json", exclude={"speculators_config"}),
+            "objective": asdict(self.objective),
+            "compat": self.config.engine.compat,
+            "optimizer": self.config.train.optimizer.optimizer,
+            "verifier": verifier_fingerprint(self.config.train.verifier.verifier_name_or_path),
         }
 
     def _at_step_limit(self) -> bool:
@@ -263,5 +280,7 @@ def _seed(config: RunConfig) -> None:
     random.seed(config.train.seed)
     np.random.seed(config.train.seed)
     torch.manual_seed(config.train.seed)
+    if config.engine.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when CUDA starts
     torch.use_deterministic_algorithms(config.engine.deterministic)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # our own tests do this; here it would only cost time

@@ -89,10 +89,10 @@ def prepared_run(folder: Path, verifier: Path, chats: int = 30, **changes: dict[
 
 def changed(config: RunConfig, **changes: dict[str, Any]) -> RunConfig:
     """The same run with other values, by dotted section name."""
-    data = config.model_dump()
+    data = config.model_dump(exclude_unset=True)
     for dotted, values in changes.items():
         section = data
         for name in dotted.split("."):
-            section = section[name]
+            section = section.setdefault(name, {})
         section.update(values)
     return RunConfig.model_validate(data)

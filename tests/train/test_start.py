@@ -144,3 +144,31 @@ def test_a_logit_scale_without_a_norm_is_refused(chats: Path) -> None:
     prepare(config)
     with pytest.raises(InputError, match="logit scale"):
         start_draft(config)
+
+
+@pytest.mark.parametrize("compat", ["0.9", "0.3"])
+def test_the_teacher_stays_what_it_is(chats: Path, toy: Path, compat: str) -> None:
+    """A warm start and an optimizer step move the draft's head at most, never the verifier's."""
+    from eagle3_fast.model.draft import load_tensors
+
+    config = run_config(chats, toy, engine={"compat": compat})
+    prepare(config)
+    draft = start_draft(config)
+    teacher = draft.verifier_lm_head.weight.clone()
+    tensors = draft.exported_tensors(torch.float32)
+    tensors["lm_head.weight"] = torch.full_like(tensors["lm_head.weight"], 7.0)
+    load_tensors(draft, tensors, "test", missing_ok=("verifier_lm_head.weight", "verifier_norm.weight"))
+    with torch.no_grad():
+        draft.lm_head.weight.add_(1.0)
+    assert torch.equal(draft.verifier_lm_head.weight, teacher)
+
+
+def test_a_draft_that_names_no_aux_layers_takes_those_of_the_run_file(chats: Path, toy: Path) -> None:
+    from model.drafts import config_data
+
+    from eagle3_fast.files import write_json
+
+    write_json(chats / "old" / "config.json", config_data(eagle_aux_hidden_state_layer_ids=None))
+    config = run_config(chats, toy, **{"train.draft": {"from_pretrained": str(chats / "old"), "target_layer_ids": [2, 3, 5]}})
+    prepare(config)
+    assert start_draft(config).config.eagle_aux_hidden_state_layer_ids == [2, 3, 5]

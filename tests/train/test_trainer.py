@@ -258,6 +258,11 @@ def test_a_batch_with_nothing_to_use_changes_nothing(run: RunConfig, tmp_path: P
         ({"train.data": {"total_seq_len": 128}}, "total_seq_len"),
         ({"train": {"seed": 7}}, "seed"),
         ({"engine": {"accumulation": 2}}, "accumulation"),
+        ({"engine": {"mask_rule": "label"}}, "objective"),
+        ({"engine": {"compat": "0.3"}}, "compat"),
+        ({"train.loss": {"ttt_steps": 2}}, "objective"),
+        ({"train.draft": {"norm_output": False}}, "draft"),
+        ({"train.optimizer": {"optimizer": "adamw"}}, "optimizer"),
     ],
 )
 def test_another_run_is_not_taken_for_this_one(run: RunConfig, tmp_path: Path, change: dict, message: str) -> None:
@@ -309,7 +314,7 @@ def test_the_best_link_survives_a_resume(run: RunConfig, tmp_path: Path, side_fi
         (tmp_path / "0" / "val_metrics.json").unlink()
     monkeypatch.setattr("eagle3_fast.train.engine.LocalEngine.step", _ruin)
     train(into(run, tmp_path, epochs=2))
-    assert metrics(tmp_path, "val")[1]["loss"] > metrics(tmp_path, "val")[0]["loss"]
+    assert metrics(tmp_path, "val")[-1]["loss"] > metrics(tmp_path, "val")[0]["loss"]
     assert (tmp_path / "checkpoint_best").resolve() == tmp_path / "0"
 
 
@@ -341,3 +346,57 @@ def test_interruption_raises_after_saving(run: RunConfig, tmp_path: Path) -> Non
         trainer.run()
     assert latest_checkpoint(tmp_path) == tmp_path / "0"
     assert (tmp_path / "epoch0_step1").is_symlink()
+
+
+def test_a_resumed_run_takes_its_rates_from_the_run_file(run: RunConfig, tmp_path: Path) -> None:
+    train(into(run, tmp_path, max_steps=2))
+    slower = changed(into(run, tmp_path, max_steps=3), **{"train.optimizer": {"lr": 1e-5, "muon_lr": 1e-6, "weight_decay": 0.5}})
+    trainer = Trainer(slower)
+    trainer._resume()
+    muon, adamw = (optimizer.param_groups[0] for optimizer in trainer.engine.optimizers)
+    assert (adamw["lr"], muon["lr"]) == (pytest.approx(1e-5 * 18 / 20), pytest.approx(1e-6 * 18 / 20))
+    assert adamw["weight_decay"] == 0.5
+
+
+def test_old_checkpoints_are_not_mixed_with_a_new_run(run: RunConfig, tmp_path: Path) -> None:
+    train(into(run, tmp_path, max_steps=1))
+    with pytest.raises(InputError, match="not to be resumed"):
+        train(into(run, tmp_path, max_steps=2, no_resume_from_checkpoint=True))
+
+
+def test_the_divisor_of_each_batch_reports_a_mean(run: RunConfig, tmp_path: Path) -> None:
+    losses = []
+    for accumulation in (1, 4):
+        folder = tmp_path / str(accumulation)
+        train(changed(into(run, folder, max_steps=1), engine={"divisor": "batch", "accumulation": accumulation}))
+        losses.append(metrics(folder)[0]["loss"])
+    assert losses[1] == pytest.approx(losses[0], rel=0.2)
+
+
+def test_an_epoch_whose_validation_was_missed_is_validated_on_resume(run: RunConfig, tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "_validate", lambda self, folder: None)
+        train(into(run, tmp_path, epochs=1))
+    assert not (tmp_path / "checkpoint_best").exists()
+    train(into(run, tmp_path, epochs=1))
+    assert (tmp_path / "checkpoint_best").resolve() == tmp_path / "0"
+
+
+def test_a_validation_that_says_nothing_is_no_best(tmp_path: Path) -> None:
+    from eagle3_fast.train.checkpoint import record_validation
+
+    for name in ("0", "1"):
+        (tmp_path / name).mkdir()
+    record_validation(tmp_path, tmp_path / "0", {"loss": float("nan"), "supervised_tokens": 5})
+    assert not (tmp_path / "checkpoint_best").exists()
+    record_validation(tmp_path, tmp_path / "1", {"loss": 3.0, "supervised_tokens": 5})
+    record_validation(tmp_path, tmp_path / "0", {"loss": 0.0, "supervised_tokens": 0})
+    assert (tmp_path / "checkpoint_best").resolve() == tmp_path / "1"
+
+
+def test_states_of_another_verifier_are_refused(run: RunConfig, tmp_path: Path) -> None:
+    from verifiers import toy_llama
+
+    other = toy_llama(tmp_path / "other", seed=1)
+    with pytest.raises(InputError, match="verifier"):
+        train(changed(into(run, tmp_path / "c"), **{"train.verifier": {"verifier_name_or_path": str(other)}}))
