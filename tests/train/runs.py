@@ -70,12 +70,7 @@ def run_config(folder: Path, verifier: Path, **changes: dict[str, Any]) -> RunCo
         "export": {"output": str(folder / "draft"), "dtype": "float32"},
         "evaluate": {"output": str(folder / "evaluation.json"), "max_new_tokens": 24},
     }
-    for dotted, values in changes.items():
-        section = data
-        for name in dotted.split("."):
-            section = section.setdefault(name, {})
-        section.update(values)
-    return RunConfig.model_validate(data)
+    return _merged(data, changes)
 
 
 def prepared_run(folder: Path, verifier: Path, chats: int = 30, **changes: dict[str, Any]) -> RunConfig:
@@ -90,6 +85,11 @@ def prepared_run(folder: Path, verifier: Path, chats: int = 30, **changes: dict[
 def changed(config: RunConfig, **changes: dict[str, Any]) -> RunConfig:
     """The same run with other values, by dotted section name."""
     data = config.model_dump(exclude_unset=True)
+    return _merged(data, changes)
+
+
+def _merged(data: dict[str, Any], changes: dict[str, dict[str, Any]]) -> RunConfig:
+    """`data` with the values of `changes`, whose keys are dotted section names."""
     for dotted, values in changes.items():
         section = data
         for name in dotted.split("."):
