@@ -46,14 +46,15 @@ class DraftCache:
     def _confirm(self, layer: int, first: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         keys, values = self.confirmed[layer][:, : self.rows]
         keys[first:], values[first:] = k, v
-        return ttt_attention(q, keys, values, self._key_range(layer, len(q)), [], [], q.shape[-1] ** -0.5)
+        return ttt_attention(q, keys, values, self._key_range(layer, len(q)), [], [], [], q.shape[-1] ** -0.5)
 
     def _chain(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         keys, values = self.confirmed[layer][:, : self.rows]
         own_k, own_v = self.own[layer]
         own_k.append(k)
         own_v.append(v)
-        return ttt_attention(q, keys, values, self._key_range(layer, 1), own_k, own_v, q.shape[-1] ** -0.5)
+        own_rows = [torch.zeros(1, dtype=torch.int32, device=q.device)] * len(own_k)  # the chain has one row
+        return ttt_attention(q, keys, values, self._key_range(layer, 1), own_k, own_v, own_rows, q.shape[-1] ** -0.5)
 
     def _key_range(self, layer: int, count: int) -> Tensor:
         """int32 [count, 2]: each of the last `count` confirmed rows sees itself and the rows before it in its window."""

@@ -47,7 +47,7 @@ def evaluate(config: RunConfig, draft_folder: str | Path | None = None) -> dict[
     section = config.evaluate
     if not section.prompts:
         raise InputError("evaluate.prompts is empty: name at least one file of prompts outside the training set")
-    select(config.ops.impl)
+    select(config.ops.impl, config.ops.logits)
     draft_folder = draft_folder or config.export.output
     draft = load_draft(draft_folder)
     check_vocabulary(draft, str(draft_folder))

@@ -184,7 +184,7 @@ def check_states(samples: Sequence[HiddenStates], weights: VerifierWeights, veri
 
 
 def decided_argmax(logits: Tensor, dtype: torch.dtype) -> Tensor:
-    """Argmax of logits [T, V], -1 where the runner-up is within rounding of `dtype`: other batch shapes round otherwise."""
+    """Argmax of logits [T, V], -1 where the runner-up is within rounding of the states: other batch shapes round otherwise."""
     top = logits.topk(2)
     rounding = torch.finfo(dtype).eps * logits.abs().amax(-1)
     return torch.where(top.values[:, 0] - top.values[:, 1] > rounding, top.indices[:, 0], -1)
@@ -209,7 +209,7 @@ class SelfCheck:
             theirs, ours = self.verifier.logits(sample.token_ids), self.weights.logits(sample.states[:, -1])
             squared_difference += float((ours - theirs).square().sum())
             squared_size += float(theirs.square().sum())
-            self.expected.append(decided_argmax(theirs, self.verifier.dtype))
+            self.expected.append(decided_argmax(theirs, self.verifier.state_dtype))
         agreement = self._agreement(samples, "computed")
         distance = (squared_difference / squared_size) ** 0.5
         if not distance <= LOGIT_TOLERANCE:

@@ -14,6 +14,7 @@ from transformers import DynamicCache
 
 from eagle3_fast.errors import InputError
 from eagle3_fast.extract.shape import load_config, model_class, text_decoder, verifier_shape
+from eagle3_fast.precision import arithmetic_dtype
 
 UNCROPPABLE = ("linear", "mamba", "conv", "hybrid", "recurrent")
 """Words in `layer_types` that mean a running state, which cannot forget its last tokens."""
@@ -51,11 +52,12 @@ class Verifier:
     Args:
         path: folder, or an id in the Hugging Face cache.
         layer_ids: aux layers; None for the default ones.
-        dtype: of weights and states; None for the config's.
+        dtype: of the states; None for the config's. Computed in it where the device does that well (`precision`).
         device: None for the GPU where there is one.
 
     Attributes:
         shape: what kind of model it is. layer_ids: ascending aux layers. num_layers: n. config: the text part's config object.
+        dtype: what it computes in. state_dtype: of the states.
     """
 
     def __init__(
@@ -72,9 +74,10 @@ class Verifier:
         self.layer_ids = checked_layer_ids(layer_ids, self.num_layers)
         self.device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         config = load_config(self.shape.path, trust_remote_code)
+        asked = dtype or self.shape.dtype
         self.model = model_class(config).from_pretrained(
             self.shape.path,
-            dtype=dtype or self.shape.dtype or "auto",
+            dtype=arithmetic_dtype(asked, self.device) if asked else "auto",
             attn_implementation=attn_implementation,
             trust_remote_code=trust_remote_code,
             local_files_only=True,
@@ -82,6 +85,7 @@ class Verifier:
         self.model.to(self.device).eval().requires_grad_(False)
         self.config = self.model.config.get_text_config(decoder=True)
         self.dtype: torch.dtype = self.model.dtype
+        self.state_dtype = asked or self.dtype
         self._decoder, self._layers = text_decoder(self.model)
         # transformers renamed `past_key_values` to `cache` in 5.x
         self._cache_name = "cache" if "cache" in inspect.signature(self.model.forward).parameters else "past_key_values"
@@ -96,7 +100,7 @@ class Verifier:
         with self._captured() as states:
             self._decoder(input_ids=input_ids, attention_mask=mask, use_cache=False)
         stacked = self._stacked(states)
-        return [stacked[i, : len(ids)].cpu().clone() for i, ids in enumerate(batch)]
+        return [stacked[i, : len(ids)].to("cpu", self.state_dtype, copy=True) for i, ids in enumerate(batch)]
 
     @torch.inference_mode()
     def logits(self, input_ids: Tensor) -> Tensor:

@@ -175,9 +175,8 @@ class Unroll:
         layers = draft.config.transformer_layer_config
         self.ranges = [key_ranges(batch.document_ids, layers.window(i)) for i in range(layers.num_hidden_layers)]
         self.shared: list[tuple[Tensor, Tensor]] = []  # per layer: keys and values of step 0, all rows
-        self.own: list[list[tuple[Tensor, Tensor, Tensor]]] = [
-            [] for _ in self.ranges
-        ]  # per layer: rows, keys, values of each step
+        # Per layer: keys and values of each later step.
+        self.own: list[tuple[list[Tensor], list[Tensor]]] = [([], []) for _ in self.ranges]
         self.hidden = draft.fuse(batch.aux_hidden_states)
 
     def advance(self, k: int, token_ids: Tensor) -> Tensor:
@@ -192,20 +191,20 @@ class Unroll:
             normed, self.hidden = self.draft.step(batch.input_ids, self.hidden, batch.position_ids, attend, rows)
         else:
             kept = torch.searchsorted(self.plan.active[k - 1], rows)
-            attend = [partial(self._attend_later, layer, rows) for layer in range(len(self.ranges))]
+            own_rows = [torch.searchsorted(active, rows, out_int32=True) for active in self.plan.active[1 : k + 1]]
+            attend = [partial(self._attend_later, layer, rows, own_rows) for layer in range(len(self.ranges))]
             normed, self.hidden = self.draft.step(token_ids, self.hidden[kept], batch.position_ids[rows] + k, attend)
         return normed[torch.searchsorted(rows, self.plan.scored[k])]
 
     def _attend_first(self, layer: int, key_range_N2: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         self.shared.append((k, v))
-        return ttt_attention(q, k, v, key_range_N2, [], [], q.shape[-1] ** -0.5)
+        return ttt_attention(q, k, v, key_range_N2, [], [], [], q.shape[-1] ** -0.5)
 
-    def _attend_later(self, layer: int, rows: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        self.own[layer].append((rows, k, v))
-        at = [torch.searchsorted(own_rows, rows) for own_rows, _, _ in self.own[layer]]
-        own_k = [keys[index] for index, (_, keys, _) in zip(at, self.own[layer], strict=True)]
-        own_v = [values[index] for index, (_, _, values) in zip(at, self.own[layer], strict=True)]
-        return ttt_attention(q, *self.shared[layer], self.ranges[layer][rows], own_k, own_v, q.shape[-1] ** -0.5)
+    def _attend_later(self, layer: int, rows: Tensor, own_rows: list[Tensor], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        own_k, own_v = self.own[layer]
+        own_k.append(k)
+        own_v.append(v)
+        return ttt_attention(q, *self.shared[layer], self.ranges[layer][rows], own_k, own_v, own_rows, q.shape[-1] ** -0.5)
 
 
 def _summarise(

@@ -1,8 +1,10 @@
-"""Which implementation an op takes: `auto`, `fused` or `reference`, from the run file or the variable EAGLE3_FAST_IMPL."""
+"""Which implementation an op takes, and how its logits are stored: from the run file, or the variable EAGLE3_FAST_IMPL."""
 
 from __future__ import annotations
 
+import importlib
 import os
+from functools import cache
 
 import torch
 
@@ -10,14 +12,20 @@ from eagle3_fast.errors import InputError
 from eagle3_fast.log import say_once
 
 IMPLEMENTATIONS = ("auto", "fused", "reference")
-_selected: str | None = None
+LOGITS = ("centred", "float32", "bfloat16")
+_selected: dict[str, str] = {}
 
 
-def select(impl: str) -> None:
-    """Set the implementation for this process (the run file's `ops.impl`)."""
-    global _selected
-    _check(impl)
-    _selected = impl
+def select(impl: str, logits: str = "centred") -> None:
+    """Set implementation and storage of logits for this process (`ops.impl` and `ops.logits` of the run file)."""
+    _check("implementation", impl, IMPLEMENTATIONS)
+    _check("storage of logits", logits, LOGITS)
+    _selected.update(impl=impl, logits=logits)
+
+
+def logit_storage() -> str:
+    """How fused ops keep logits between product and divergence; formulas and costs in `linear_divergence`."""
+    return _selected.get("logits", "centred")
 
 
 def full_precision(device_type: str) -> torch.autocast:
@@ -25,18 +33,53 @@ def full_precision(device_type: str) -> torch.autocast:
     return torch.autocast(device_type, enabled=False)
 
 
-def resolve(op: str, device_type: str) -> str:
-    """The implementation to run `op` with on `device_type`; says once what was taken, refuses `fused` where there is none."""
-    impl = _selected or os.environ.get("EAGLE3_FAST_IMPL", "auto")
-    _check(impl)
+def resolve(op: str, device_type: str, dtype: torch.dtype) -> str:
+    """`fused` or `reference` for `op` on inputs of this kind. Says once what was taken and why; refuses `fused` where it cannot be."""
+    impl = _selected.get("impl") or os.environ.get("EAGLE3_FAST_IMPL", "auto")
+    _check("implementation", impl, IMPLEMENTATIONS)
+    lacking = "it was asked for" if impl == "reference" else _lacking(op, device_type, dtype)
+    if lacking is None:
+        say_once(f"{op}: fused kernel on {device_type}")
+        return "fused"
     if impl == "fused":
-        raise InputError(
-            f"ops.impl is fused, but {op} has no fused kernel for {device_type} in this version; use auto or reference"
-        )
-    say_once(f"{op}: plain PyTorch reference on {device_type}")
+        raise InputError(f"ops.impl is fused, but {op} cannot run fused: {lacking}; mend that (eagle3-fast doctor), or use auto")
+    say_once(f"{op}: plain PyTorch reference on {device_type}, because {lacking}")
     return "reference"
 
 
-def _check(impl: str) -> None:
-    if impl not in IMPLEMENTATIONS:
-        raise InputError(f"unknown op implementation {impl!r}; known: {', '.join(IMPLEMENTATIONS)}")
+def _lacking(op: str, device_type: str, dtype: torch.dtype) -> str | None:
+    """What keeps `op` from its fused kernel; None where nothing does."""
+    if dtype not in (torch.float32, torch.bfloat16):
+        return f"its kernels take float32 and bfloat16, not {dtype}"
+    if device_type == "cpu":
+        return _lacking_cpu(op)
+    if device_type == "cuda":
+        return _import_fault("triton", "Triton")
+    return f"there are no kernels for {device_type}"
+
+
+@cache
+def _lacking_cpu(op: str) -> str | None:
+    """Importing the C++ module registers its kernels with PyTorch's dispatcher, which then knows them."""
+    fault = _import_fault("eagle3_fast._C", "the C++ module (built at install where torch and a compiler are seen)")
+    return fault if fault or has_cpu_kernel(op) else "there is no C++ kernel for it"
+
+
+@cache
+def _import_fault(module: str, name: str) -> str | None:
+    try:
+        importlib.import_module(module)
+    except (ImportError, OSError) as error:
+        return f"{name} cannot be imported ({' '.join(str(error).split())})"
+    return None
+
+
+def has_cpu_kernel(op: str) -> bool:
+    """Whether the C++ module brings a kernel for `op`."""
+    kernels = {"linear_divergence": "row_divergence_"}
+    return op in kernels and torch._C._dispatch_has_kernel_for_dispatch_key(f"eagle3_fast::{kernels[op]}", "CPU")
+
+
+def _check(what: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise InputError(f"unknown {what} of ops {value!r}; known: {', '.join(known)}")

@@ -26,6 +26,7 @@ from eagle3_fast.extract.shape import load_config, local_folder, model_class
 from eagle3_fast.extract.weights import verifier_fingerprint
 from eagle3_fast.files import read_json, write_json, written_aside
 from eagle3_fast.log import logger, progress
+from eagle3_fast.precision import arithmetic_dtype
 from eagle3_fast.prepare.conversations import read_rows
 from eagle3_fast.prepare.tokenizer import load_tokenizer, stop_ids, tokenizer_hash
 from eagle3_fast.records import Conversation
@@ -196,7 +197,7 @@ def _finish(partial: Path, output: Path, skipped: Counter[str]) -> dict[str, int
 
 
 class Answerer:
-    """The verifier in bfloat16 with its tokenizer, answering batches of chats."""
+    """The verifier, in bfloat16 where the device computes in it, with its tokenizer, answering batches of chats."""
 
     def __init__(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, stop_ids: frozenset[int], section: RegenerateSection
@@ -222,14 +223,15 @@ class Answerer:
     def load(cls, verifier: VerifierSection, section: RegenerateSection) -> Answerer:
         """Load the verifier on the GPU when there is one. Raises InputError when its folder holds no usable model."""
         folder = local_folder(verifier.verifier_name_or_path)
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        dtype = arithmetic_dtype(torch.bfloat16, device)
         loader = model_class(load_config(folder, verifier.trust_remote_code))
         try:
             model = loader.from_pretrained(
-                folder, dtype=torch.bfloat16, attn_implementation="sdpa", trust_remote_code=verifier.trust_remote_code
+                folder, dtype=dtype, attn_implementation="sdpa", trust_remote_code=verifier.trust_remote_code
             )
         except (OSError, ValueError) as error:
             raise InputError(f"{folder}: the verifier cannot be loaded ({' '.join(str(error).split())})") from None
-        device = "cuda" if torch.cuda.is_available() else "cpu"
         tokenizer = load_tokenizer(verifier)
         return cls(model.to(device).eval(), tokenizer, stop_ids(verifier.verifier_name_or_path, tokenizer), section)
 

@@ -1,6 +1,7 @@
 """Attention of the training-time test: one contiguous range of shared keys per query, plus the query's own later keys. Plain PyTorch.
 
-For query row i of group g:  out = softmax([scale q.k_j for lo <= j < hi] + [scale q.own_k_s[i] for each step s]) [v_j ..., own_v_s[i] ...]
+For query row i of group g, with r_s = own_rows_s[i]:
+    out = softmax([scale q.k_j for lo <= j < hi] + [scale q.own_k_s[r_s] for each step s]) [v_j ..., own_v_s[r_s] ...]
 (EAGLE-3, Li et al. 2025, arXiv:2503.01840, figure 6: the diagonal blocks of the training-time test mask.)
 """
 
@@ -16,15 +17,27 @@ QUERY_BLOCK = 128
 
 
 def ttt_attention(
-    q_NQD: Tensor, k_TKD: Tensor, v_TKD: Tensor, key_range_N2: Tensor, own_k: list[Tensor], own_v: list[Tensor], scale: float
-) -> Tensor:
-    """Output [N, Q, D] in q's dtype, computed in at least float32; differentiable by autograd. See `ops`."""
+    q_NQD: Tensor,
+    k_TKD: Tensor,
+    v_TKD: Tensor,
+    key_range_N2: Tensor,
+    own_k: list[Tensor],
+    own_v: list[Tensor],
+    own_rows: list[Tensor],
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Output [N, Q, D] in q's dtype and log-sum-exp of the scores [N, Q], computed in at least float32. See `ops`."""
     outputs = [q_NQD.new_empty(0, q_NQD.shape[1], v_TKD.shape[-1])]
+    statistics = [q_NQD.new_empty(0, q_NQD.shape[1], dtype=torch.promote_types(q_NQD.dtype, torch.float32))]
     for rows, keys in query_blocks(key_range_N2):
-        weights = _weights(q_NQD[rows], k_TKD[keys], key_range_N2[rows] - keys.start, [k[rows] for k in own_k], scale)
-        out = _weighted_values(weights, v_TKD[keys], [v[rows] for v in own_v])
+        at = [index[rows] for index in own_rows]
+        scores = _scores(q_NQD[rows], k_TKD[keys], key_range_N2[rows] - keys.start, _taken(own_k, at), scale)
+        lse = scores.logsumexp(-1, keepdim=True)
+        lse = lse.masked_fill(lse == float("-inf"), 0.0)  # sees nothing: every weight is exp(-inf - 0) = 0
+        out = _weighted_values((scores - lse).exp(), v_TKD[keys], _taken(own_v, at))
         outputs.append(_rows_first(out).to(q_NQD.dtype))
-    return torch.cat(outputs)
+        statistics.append(_rows_first(lse)[..., 0])
+    return torch.cat(outputs), torch.cat(statistics)
 
 
 def query_blocks(key_range_N2: Tensor) -> Iterator[tuple[slice, slice]]:
@@ -37,53 +50,59 @@ def query_blocks(key_range_N2: Tensor) -> Iterator[tuple[slice, slice]]:
 
 def ttt_attention_backward(
     grad_out: Tensor,
+    out: Tensor,
+    lse: Tensor,
     q_NQD: Tensor,
     k_TKD: Tensor,
     v_TKD: Tensor,
     key_range_N2: Tensor,
     own_k: list[Tensor],
     own_v: list[Tensor],
+    own_rows: list[Tensor],
     scale: float,
 ) -> list[Tensor]:
     """Gradients of q, k, v, own keys and own values, in closed form; attention weights are computed again, block by block.
 
     With weights P, dP = dO V^T and delta = rowsum(dO O): dS = P (dP - delta) (Dao 2023, arXiv:2307.08691, algorithm 2).
     """
-    wide = torch.promote_types(q_NQD.dtype, torch.float32)
-    grad_q, grad_k, grad_v = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (q_NQD, k_TKD, v_TKD))
-    grad_own_k, grad_own_v = ([torch.zeros(x.shape, dtype=wide, device=x.device) for x in own] for own in (own_k, own_v))
-    groups = k_TKD.shape[1]
+    wide, steps, groups = lse.dtype, len(own_k), k_TKD.shape[1]
+    inputs = (q_NQD, k_TKD, v_TKD, *own_k, *own_v)
+    grad_q, grad_k, grad_v, *grad_own = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in inputs)
     for rows, keys in query_blocks(key_range_N2):
+        at = [index[rows] for index in own_rows]
+        block_k, block_v = _taken(own_k, at), _taken(own_v, at)
         q, grad = _grouped(q_NQD[rows], groups), _grouped(grad_out[rows], groups)
-        weights = _weights(q_NQD[rows], k_TKD[keys], key_range_N2[rows] - keys.start, [k[rows] for k in own_k], scale)
-        shared, own = weights.split([keys.stop - keys.start, len(own_k)], dim=-1)
+        scores = _scores(q_NQD[rows], k_TKD[keys], key_range_N2[rows] - keys.start, block_k, scale)
+        weights = (scores - _grouped(lse[rows, :, None], groups)).exp()
+        delta = (grad * _grouped(out[rows], groups)).sum(-1, keepdim=True)
         grad_shared = grad @ v_TKD[keys].to(wide).permute(1, 2, 0)[:, None]
-        grad_own = [(grad * _own(v[rows], wide)).sum(-1, keepdim=True) for v in own_v]
-        grad_weights = torch.cat([grad_shared, *grad_own], dim=-1)
-        grad_scores = scale * weights * (grad_weights - (grad_weights * weights).sum(-1, keepdim=True))
-        score_shared, score_own = grad_scores.split([keys.stop - keys.start, len(own_k)], dim=-1)
+        grad_weights = torch.cat([grad_shared, *((grad * _own(v, wide)).sum(-1, keepdim=True) for v in block_v)], dim=-1)
+        grad_scores = scale * weights * (grad_weights - delta)
+        widths = [keys.stop - keys.start, *[1] * steps]
+        (shared, *own), (score_shared, *score_own) = weights.split(widths, -1), grad_scores.split(widths, -1)
         block_q = score_shared @ k_TKD[keys].to(wide).permute(1, 0, 2)[:, None]
         grad_k[keys] += (score_shared.mT @ q).sum(1).transpose(0, 1)
         grad_v[keys] += (shared.mT @ grad).sum(1).transpose(0, 1)
-        for step in range(len(own_k)):
-            block_q = block_q + score_own[..., step, None] * _own(own_k[step][rows], wide)
-            grad_own_k[step][rows] = (score_own[..., step, None] * q).sum(1).transpose(0, 1)
-            grad_own_v[step][rows] = (own[..., step, None] * grad).sum(1).transpose(0, 1)
+        for step in range(steps):
+            block_q = block_q + score_own[step] * _own(block_k[step], wide)
+            grad_own[step][at[step]] = (score_own[step] * q).sum(1).transpose(0, 1)
+            grad_own[steps + step][at[step]] = (own[step] * grad).sum(1).transpose(0, 1)
         grad_q[rows] = _rows_first(block_q)
-    return [x.to(q_NQD.dtype) for x in (grad_q, grad_k, grad_v, *grad_own_k, *grad_own_v)]
+    return [x.to(q_NQD.dtype) for x in (grad_q, grad_k, grad_v, *grad_own)]
 
 
-def _weights(q: Tensor, k: Tensor, key_range: Tensor, own_k: list[Tensor], scale: float) -> Tensor:
-    """Softmax over shared and own keys, [K, Q/K, N, T + steps]; a row that sees nothing gets zeros, and passes no gradient."""
+def _scores(q: Tensor, k: Tensor, key_range: Tensor, own_k: list[Tensor], scale: float) -> Tensor:
+    """Scaled scores of shared and own keys, [K, Q/K, N, T + steps]; minus infinity where a key is not seen."""
     grouped = _grouped(q, k.shape[1]) * scale
     index = torch.arange(k.shape[0], device=k.device)
     hidden = (index < key_range[:, :1]) | (index >= key_range[:, 1:])
     shared = (grouped @ k.to(grouped.dtype).permute(1, 2, 0)[:, None]).masked_fill(hidden, float("-inf"))
-    scores = torch.cat([shared, *((grouped * _own(own, grouped.dtype)).sum(-1, keepdim=True) for own in own_k)], dim=-1)
-    sees_nothing = (key_range[:, :1] >= key_range[:, 1:]) if not own_k else torch.zeros_like(key_range[:, :1], dtype=torch.bool)
-    if not sees_nothing.any():
-        return scores.softmax(-1)
-    return scores.masked_fill(sees_nothing, 0.0).softmax(-1).masked_fill(sees_nothing, 0.0)
+    return torch.cat([shared, *((grouped * _own(own, grouped.dtype)).sum(-1, keepdim=True) for own in own_k)], dim=-1)
+
+
+def _taken(own: list[Tensor], at: list[Tensor]) -> list[Tensor]:
+    """The rows of each step that belong to the queries in hand."""
+    return [x[index] for x, index in zip(own, at, strict=True)]
 
 
 def _weighted_values(weights: Tensor, v: Tensor, own_v: list[Tensor]) -> Tensor:

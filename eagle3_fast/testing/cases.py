@@ -52,7 +52,10 @@ LINEAR_DIVERGENCE = (
 
 @dataclass(frozen=True)
 class TTTAttentionCase:
-    """`steps` own keys a row; documents of the given lengths; only every `stride`-th row asks."""
+    """`steps` own keys a row; documents of the given lengths; only every `stride`-th row asks.
+
+    Step j stores own keys of `spare * (steps - j)` rows more than ask, in an order that has nothing to do with theirs.
+    """
 
     name: str
     documents: tuple[int, ...]
@@ -62,6 +65,7 @@ class TTTAttentionCase:
     steps: int = 2
     window: int | None = None
     stride: int = 1
+    spare: int = 0
 
     def inputs(self, dtype: torch.dtype, seed: int = 0) -> dict[str, Any]:
         """Keyword arguments of `ops.ttt_attention`."""
@@ -74,13 +78,16 @@ class TTTAttentionCase:
         rows = torch.arange(0, size, self.stride)
         starts = torch.repeat_interleave(torch.tensor([0, *self.documents[:-1]]).cumsum(0), torch.tensor(self.documents))
         lo = starts if self.window is None else torch.maximum(starts, torch.arange(size) - self.window + 1)
+        stored = [len(rows) + self.spare * (self.steps - step) for step in range(self.steps)]
+        order = [torch.randperm(size, generator=draw) if self.spare else torch.arange(size) for size in stored]
         return {
             "q_NQD": normal(len(rows), query_heads, self.head_dim),
             "k_TKD": normal(size, key_heads, self.head_dim),
             "v_TKD": normal(size, key_heads, value_dim),
             "key_range_N2": torch.stack((lo, torch.arange(size) + 1), dim=1)[rows].to(torch.int32),
-            "own_k": [normal(len(rows), key_heads, self.head_dim) for _ in range(self.steps)],
-            "own_v": [normal(len(rows), key_heads, value_dim) for _ in range(self.steps)],
+            "own_k": [normal(size, key_heads, self.head_dim) for size in stored],
+            "own_v": [normal(size, key_heads, value_dim) for size in stored],
+            "own_rows": [index[: len(rows)].to((torch.int32, torch.int64)[step % 2]) for step, index in enumerate(order)],
             "scale": self.head_dim**-0.5,
         }
 
@@ -92,9 +99,10 @@ TTT_ATTENTION = (
     TTTAttentionCase("documents", (3, 1, 40, 7), steps=3),
     TTTAttentionCase("window", (127,), window=9),
     TTTAttentionCase("fewer queries", (128, 30), stride=3),
+    TTTAttentionCase("fewer queries at every step", (70, 20), stride=2, steps=3, spare=5),
     TTTAttentionCase("three query heads a key head", (37,), heads=(9, 3)),
     TTTAttentionCase("seven query heads a key head", (37,), heads=(28, 4), head_dim=8),
     TTTAttentionCase("one head a key", (129,), heads=(2, 2), head_dim=80, steps=1),
-    TTTAttentionCase("narrow values", (33,), head_dim=24, value_dim=16),
+    TTTAttentionCase("narrow values", (33,), head_dim=24, value_dim=16, spare=1),
     TTTAttentionCase("more rows than a block", (255, 60), steps=1),
 )

@@ -39,7 +39,7 @@ def train(config: RunConfig, online: bool = False) -> dict[str, Any]:
     Raises InputError for what the user can mend, Interrupted after SIGTERM or SIGINT once a checkpoint is written.
     """
     _seed(config)
-    select(config.ops.impl)
+    select(config.ops.impl, config.ops.logits)
     return Trainer(config, online).run()
 
 

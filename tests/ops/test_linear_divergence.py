@@ -100,7 +100,7 @@ def test_a_frozen_head_gets_no_gradient_and_no_buffer() -> None:
     inputs = ORDINARY.inputs(torch.float32)
     frozen = {**inputs, "w_VH": inputs["w_VH"].detach()}
     linear_divergence(**frozen, kinds=MIX).loss.backward()
-    raw = torch.ops.eagle3_fast.linear_divergence(*frozen.values(), "kl_div", [1.0], 0.0, True, False)
+    raw = torch.ops.eagle3_fast.linear_divergence(*frozen.values(), None, "kl_div", [1.0], 0.0, "centred", True, False)
     assert frozen["w_VH"].grad is None
     assert raw[-1].numel() == 0
 
@@ -215,7 +215,9 @@ def test_ties_take_the_lowest_index() -> None:
 
 def test_opcheck() -> None:
     inputs = LinearDivergenceCase("small", 5, 3, 11, hidden=4, verifier_hidden=6).inputs(torch.float32)
-    torch.library.opcheck(torch.ops.eagle3_fast.linear_divergence, (*inputs.values(), "kl_div,tv", [1.0, 0.5], 0.0, True, True))
+    torch.library.opcheck(
+        torch.ops.eagle3_fast.linear_divergence, (*inputs.values(), None, "kl_div,tv", [1.0, 0.5], 0.0, "centred", True, True)
+    )
 
 
 @pytest.mark.parametrize(

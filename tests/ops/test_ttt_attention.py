@@ -16,8 +16,9 @@ def dense(inputs: dict, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
     cast = {name: _cast(value, dtype) for name, value in inputs.items()}
     q, n, total = cast["q_NQD"], len(cast["q_NQD"]), len(cast["k_TKD"])
     group = q.shape[1] // cast["k_TKD"].shape[1]
-    keys = torch.cat((cast["k_TKD"], *cast["own_k"])).repeat_interleave(group, dim=1)
-    values = torch.cat((cast["v_TKD"], *cast["own_v"])).repeat_interleave(group, dim=1)
+    own_k, own_v = ([own[rows] for own, rows in zip(cast[name], inputs["own_rows"], strict=True)] for name in ("own_k", "own_v"))
+    keys = torch.cat((cast["k_TKD"], *own_k)).repeat_interleave(group, dim=1)
+    values = torch.cat((cast["v_TKD"], *own_v)).repeat_interleave(group, dim=1)
     index = torch.arange(total)
     mask = (index >= inputs["key_range_N2"][:, :1]) & (index < inputs["key_range_N2"][:, 1:])
     mask = torch.cat((mask, *(torch.eye(n, dtype=torch.bool) for _ in cast["own_k"])), dim=1)
@@ -67,16 +68,25 @@ def test_a_row_that_sees_nothing_gives_zero_and_no_nan() -> None:
 def test_no_queries() -> None:
     inputs = TTTAttentionCase("few", (5,), steps=1).inputs(torch.float32)
     empty = {**inputs, "q_NQD": inputs["q_NQD"][:0], "key_range_N2": inputs["key_range_N2"][:0]}
-    empty |= {name: [x[:0] for x in inputs[name]] for name in ("own_k", "own_v")}
+    empty["own_rows"] = [x[:0] for x in inputs["own_rows"]]
     assert ttt_attention(**empty).shape == (0, 4, 16)
+
+
+def test_rows_that_no_query_owns_get_no_gradient() -> None:
+    inputs = TTTAttentionCase("spare", (9,), spare=4).inputs(torch.float32)
+    _, gradients = ours(inputs)
+    for gradient, rows in zip(gradients[3:], inputs["own_rows"] * 2, strict=True):
+        unused = torch.ones(len(gradient), dtype=torch.bool)
+        unused[rows] = False
+        assert unused.sum() >= 4 and (gradient[unused] == 0).all() and (gradient[~unused] != 0).any()
 
 
 def test_packed_documents_equal_documents_apart() -> None:
     packed = TTTAttentionCase("both", (6, 9), steps=1).inputs(torch.float64)
     whole = ttt_attention(**packed)
     for rows in (slice(0, 6), slice(6, 15)):
-        alone = {name: [x[rows] for x in value] if isinstance(value, list) else value for name, value in packed.items()}
-        alone |= {name: packed[name][rows] for name in ("q_NQD", "k_TKD", "v_TKD")}
+        alone = packed | {name: packed[name][rows] for name in ("q_NQD", "k_TKD", "v_TKD")}
+        alone["own_rows"] = [x[rows] for x in packed["own_rows"]]
         alone["key_range_N2"] = packed["key_range_N2"][rows] - rows.start
         assert torch.allclose(ttt_attention(**alone), whole[rows], rtol=1e-12)
 
@@ -104,7 +114,7 @@ def _peak(trace: torch.profiler.profile) -> int:
 
 
 def test_opcheck() -> None:
-    inputs = TTTAttentionCase("small", (4, 3)).inputs(torch.float32)
+    inputs = TTTAttentionCase("small", (4, 3), spare=2).inputs(torch.float32)
     torch.library.opcheck(torch.ops.eagle3_fast.ttt_attention, tuple(inputs.values()))
 
 
@@ -116,6 +126,10 @@ def test_opcheck() -> None:
         ({"key_range_N2": torch.zeros(17, 2)}, "key_range"),
         ({"own_v": []}, "own values"),
         ({"own_k": [torch.zeros(16, 2, 16)] * 2}, "own_k"),
+        ({"own_v": [torch.zeros(18, 2, 16)] * 2}, "own_v"),
+        ({"own_rows": []}, "own rows"),
+        ({"own_rows": [torch.zeros(16, dtype=torch.int32)] * 2}, "own_rows"),
+        ({"own_rows": [torch.zeros(17)] * 2}, "own_rows"),
         ({"q_NQD": torch.zeros(17, 4, 16).bfloat16()}, "share a dtype"),
     ],
 )
