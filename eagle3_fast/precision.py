@@ -20,6 +20,16 @@ def arithmetic_dtype(dtype: torch.dtype, device_type: str) -> torch.dtype:
     return torch.float32
 
 
+def training_device() -> str:
+    """The GPU where there is one."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def training_dtype(hidden_states_dtype: str) -> torch.dtype:
+    """What batches, frozen parts and products of a training run are in, by the run file's `hidden_states_dtype`."""
+    return arithmetic_dtype(getattr(torch, hidden_states_dtype), training_device())
+
+
 @cache
 def cpu_multiplies_bfloat16() -> bool:
     """Whether the CPU has bfloat16 dot products (AVX-512 BF16 or AMX)."""

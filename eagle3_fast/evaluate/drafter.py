@@ -78,7 +78,9 @@ class Drafter:
         positions = torch.arange(first + 1, first + count + 1, device=token_ids_N.device)
         last = positions.new_tensor([count - 1])
         hidden = self.draft.fuse(aux_NF.to(self.draft.fc.weight.dtype))
-        self.normed, self.hidden = self.draft.step(token_ids_N, hidden, positions, self.cache.confirming(count), last)
+        self.normed, self.hidden = self.draft.step(
+            self.draft.embed(token_ids_N), hidden, positions, self.cache.confirming(count), last
+        )
 
     def propose(self, count: int) -> Proposal:
         """Up to `count` tokens to follow the confirmed text. Call once after each `confirm`."""
@@ -88,7 +90,7 @@ class Drafter:
         for step in range(count):
             if step > 0:
                 position = ids[-1].new_full((1,), self.cache.rows + step)
-                normed, hidden = self.draft.step(ids[-1][None], hidden, position, self.cache.chaining())
+                normed, hidden = self.draft.step(self.draft.embed(ids[-1][None]), hidden, position, self.cache.chaining())
             picked, distribution = self.choose.draw(F.linear(normed, self.draft.lm_head.weight)[0].float())
             ids.append(self.verifier_ids[picked])
             if distribution is not None:

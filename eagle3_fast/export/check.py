@@ -178,7 +178,7 @@ def probe_faults(draft: Draft) -> list[str]:
     attend: list[Attend] = [causal_attention] * len(draft.layers)
     faults = []
     for step in range(2):
-        normed, hidden = draft.step(tokens, hidden, torch.arange(PROBE_ROWS) + step, attend)
+        normed, hidden = draft.step(draft.embed(tokens), hidden, torch.arange(PROBE_ROWS) + step, attend)
         logits = normed @ draft.lm_head.weight.T
         if not logits.isfinite().all():
             faults.append(f"logits of draft step {step} are not finite on random input")

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from eagle3_fast.errors import InputError
 from eagle3_fast.files import written_aside
 from eagle3_fast.model.config import DraftConfig, load_draft_config, save_draft_config
-from eagle3_fast.model.layers import Attend, DraftLayer, RMSNorm, RotaryTable
+from eagle3_fast.model.layers import Attend, DraftLayer, EmbeddingShare, RMSNorm, RotaryTable
 
 VERIFIER_PARTS = ("verifier_lm_head.weight", "verifier_norm.weight")
 """Parts that belong to the verifier: needed to score the draft, never saved with it."""
@@ -78,9 +78,10 @@ class Draft(nn.Module):
                 if module.bias is not None:
                     module.bias.data.zero_()
 
-    def embed(self, token_ids_N: Tensor) -> Tensor:
-        """Token embeddings [N, H] without gradient; ids of the verifier's vocabulary."""
-        return F.embedding(token_ids_N, self.embed_tokens.weight.detach())
+    def embed(self, token_ids_N: Tensor) -> EmbeddingShare:
+        """Tokens (ids of the verifier's vocabulary) as what they add to the first layer's projections; no gradient in the embedding."""
+        embeds = F.embedding(token_ids_N, self.embed_tokens.weight.detach())
+        return self.layers[0].embedding_share(embeds)
 
     def fuse(self, aux_NF: Tensor) -> Tensor:
         """The aux hidden states of each row as one hidden state [N, H]: fc after the norm that the config asks for."""
@@ -93,7 +94,7 @@ class Draft(nn.Module):
 
     def step(
         self,
-        token_ids_N: Tensor,
+        share: EmbeddingShare,
         hidden_NH: Tensor,
         position_ids_N: Tensor,
         attend: Sequence[Attend],
@@ -101,17 +102,23 @@ class Draft(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """One pass through the layers: (rows for the head, hidden state for the next step), both [rows, H].
 
-        `attend` holds one function a layer; `queries` (indices into N) names the rows that go beyond the last layer's keys.
+        `share` is `embed` of the N tokens. `attend` holds one function a layer; `queries` (indices into N) names the rows that go
+        beyond the last layer's keys.
         """
-        embeds = self.embed(token_ids_N).to(hidden_NH.dtype)
         rotary = self.rotary(position_ids_N)
         *inner, last = zip(self.layers, attend, strict=True)
         for layer, see in inner:
-            hidden_NH = layer(embeds, hidden_NH, rotary, see)
+            hidden_NH = layer(share, hidden_NH, rotary, see)
         layer, see = last
-        out = layer(embeds, hidden_NH, rotary, see, queries)
+        out = layer(share, hidden_NH, rotary, see, queries)
         normed = self.norm(out)
         return normed, normed if self.config.norm_output else out
+
+    def draft_id(self, verifier_ids: Tensor) -> Tensor:
+        """Ids of the verifier's vocabulary as draft-vocabulary ids, -1 where the draft has none."""
+        if not self.config.reduced_vocab:
+            return verifier_ids
+        return torch.where(self.t2d[verifier_ids], self.t2d.cumsum(0)[verifier_ids] - 1, -1)
 
     def verifier_id(self, draft_ids: Tensor) -> Tensor:
         """Draft-vocabulary ids as ids of the verifier's vocabulary."""

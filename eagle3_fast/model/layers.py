@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -69,6 +69,22 @@ def rotate(x_NQD: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
     return torch.cat((turned, kept), dim=-1) if kept.shape[-1] else turned
 
 
+class EmbeddingShare(NamedTuple):
+    """What the token embeddings add to the first layer's projections, biases included: q [N, Q D], k and v [N, K D].
+
+    The projections are linear in (embedding, hidden state), and step k of training-time test reads the tokens of step 0 shifted by
+    k: the embeddings' share is computed once and gathered by every step.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+    def take(self, index: Tensor) -> EmbeddingShare:
+        """The rows named by `index`."""
+        return EmbeddingShare(self.q[index], self.k[index], self.v[index])
+
+
 class Attention(nn.Module):
     """Projections of one layer; `input_size` is 2H in the first layer (token embedding beside hidden state), H in the others."""
 
@@ -85,14 +101,29 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if normed else nn.Identity()
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if normed else nn.Identity()
 
-    def queries(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-        """[N, input] -> [N, Q, D]"""
-        return rotate(self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.head_dim))), rotary)
+    def embedding_share(self, embeds_NH: Tensor) -> EmbeddingShare:
+        """The leading half of the first layer's input, projected."""
+        size = embeds_NH.shape[-1]
+        parts = (F.linear(embeds_NH, part.weight[:, :size], part.bias) for part in (self.q_proj, self.k_proj, self.v_proj))
+        return EmbeddingShare(*parts)
 
-    def keys_values(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """[N, input] -> two of [N, K, D]"""
-        keys = rotate(self.k_norm(self.k_proj(x).unflatten(-1, (-1, self.head_dim))), rotary)
-        return keys, self.v_proj(x).unflatten(-1, (-1, self.head_dim))
+    def queries(self, x_NH: Tensor, rotary: tuple[Tensor, Tensor], share: Tensor | None) -> Tensor:
+        """[N, H] -> [N, Q, D]; `share` is the embeddings' in the first layer."""
+        return rotate(self.q_norm(self._heads(self.q_proj, x_NH, share)), rotary)
+
+    def keys_values(
+        self, x_NH: Tensor, rotary: tuple[Tensor, Tensor], share_k: Tensor | None, share_v: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """[N, H] -> two of [N, K, D]"""
+        keys = rotate(self.k_norm(self._heads(self.k_proj, x_NH, share_k)), rotary)
+        return keys, self._heads(self.v_proj, x_NH, share_v)
+
+    def _heads(self, projection: nn.Linear, x_NH: Tensor, share: Tensor | None) -> Tensor:
+        if share is None:
+            projected = projection(x_NH)
+        else:
+            projected = torch.addmm(share, x_NH, projection.weight[:, -x_NH.shape[-1] :].T)
+        return projected.unflatten(-1, (-1, self.head_dim))
 
 
 class MLP(nn.Module):
@@ -121,19 +152,28 @@ class DraftLayer(nn.Module):
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps) if first else None
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
+    def embedding_share(self, embeds_NH: Tensor) -> EmbeddingShare:
+        """First layer only: the token embeddings, normed and projected."""
+        return self.self_attn.embedding_share(self.input_layernorm(embeds_NH))
+
     def forward(
-        self, embeds_NH: Tensor, hidden_NH: Tensor, rotary: tuple[Tensor, Tensor], attend: Attend, queries: Tensor | None = None
+        self,
+        share: EmbeddingShare | None,
+        hidden_NH: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        attend: Attend,
+        queries: Tensor | None = None,
     ) -> Tensor:
         """Keys and values of all N rows go to `attend`; `queries` (indices) names the rows that are computed further, all if None."""
         if self.hidden_norm is None:
-            x, residual = self.input_layernorm(hidden_NH), hidden_NH
+            x, residual, (share_q, share_k, share_v) = self.input_layernorm(hidden_NH), hidden_NH, (None, None, None)
         else:
-            normed = self.hidden_norm(hidden_NH)
-            x = torch.cat((self.input_layernorm(embeds_NH), normed), dim=-1)
-            residual = normed if self.norm_before_residual else hidden_NH
-        keys, values = self.self_attn.keys_values(x, rotary)
+            x, (share_q, share_k, share_v) = self.hidden_norm(hidden_NH), share
+            residual = x if self.norm_before_residual else hidden_NH
+        keys, values = self.self_attn.keys_values(x, rotary, share_k, share_v)
         if queries is not None:
             x, residual, rotary = x[queries], residual[queries], (rotary[0][queries], rotary[1][queries])
-        attended = attend(self.self_attn.queries(x, rotary), keys, values)
+            share_q = share_q if share_q is None else share_q[queries]
+        attended = attend(self.self_attn.queries(x, rotary, share_q), keys, values)
         hidden = residual + self.self_attn.o_proj(attended.flatten(1))
         return hidden + self.mlp(self.post_attention_layernorm(hidden))

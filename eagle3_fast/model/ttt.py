@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from eagle3_fast.model.draft import Draft
+from eagle3_fast.model.layers import EmbeddingShare
 from eagle3_fast.ops import LinearDivergence, linear_divergence, ttt_attention
 from eagle3_fast.records import PackedBatch, TTTOutput
 
@@ -40,12 +41,20 @@ class Objective:
 
 @dataclass(frozen=True)
 class RowPlan:
-    """Which rows of a packed batch each step computes. K steps; all indices are rows of the batch, ascending."""
+    """Which rows of a packed batch each step computes. K steps; all indices are rows of the batch, ascending.
+
+    On the CPU whatever the device of the draft: its sizes steer the unroll, and a GPU asked for them would have to be waited for.
+    """
 
     active: list[Tensor]  # rows of step k that this or a later step's loss still reaches; each is a subset of the one before
     scored: list[Tensor]  # rows of step k whose logits are needed, by the loss or by the running-accuracy metrics
     supervised: list[Tensor]  # bool, over `scored[k]`: the loss counts this row
     chain_start: Tensor  # bool [S]: the row's own input token is supervised, so a chain of drafts is counted from here
+
+    @property
+    def counts(self) -> Tensor:
+        """Supervised rows of each step, float32 [K]: what the loss of an optimizer step is divided by."""
+        return torch.stack([rows.sum() for rows in self.supervised]).float()
 
 
 def plan_rows(batch: PackedBatch, objective: Objective) -> RowPlan:
@@ -55,12 +64,11 @@ def plan_rows(batch: PackedBatch, objective: Objective) -> RowPlan:
     that of the predicted token, and rows whose label lies beyond their document count nothing.
     """
     size, steps = batch.input_ids.shape[0], objective.ttt_steps
-    mask = supervision(batch, objective)
+    mask, documents = supervision(batch, objective).cpu(), batch.document_ids.cpu()
     supervised = [_ahead(mask, k) for k in range(steps)]
     if objective.label_mask:
-        documents = batch.document_ids
         supervised = [rows & (_ahead(documents, k, fill=-2) == documents) for k, rows in enumerate(supervised)]
-    inside = [torch.arange(size, device=mask.device) < size - k for k in range(steps)]
+    inside = [torch.arange(size) < size - k for k in range(steps)]
     scored = [rows | (mask & inside[k]) if k < steps - 1 else rows for k, rows in enumerate(supervised)]
     active: list[Tensor] = []
     needed = torch.zeros_like(mask)
@@ -80,21 +88,17 @@ def supervision(batch: PackedBatch, objective: Objective) -> Tensor:
     return _ahead(mask, 1) & (_ahead(batch.document_ids, 1, fill=-2) == batch.document_ids)
 
 
-def supervised_counts(batch: PackedBatch, objective: Objective) -> Tensor:
-    """Supervised rows of each step, float32 [K]: what the loss of an optimizer step is divided by."""
-    plan = plan_rows(batch, objective)
-    return torch.stack([rows.sum() for rows in plan.supervised]).float()
-
-
-def run_ttt(draft: Draft, batch: PackedBatch, objective: Objective, divisor_K: Tensor | None = None) -> TTTOutput:
+def run_ttt(
+    draft: Draft, batch: PackedBatch, objective: Objective, divisor_K: Tensor | None = None, plan: RowPlan | None = None
+) -> TTTOutput:
     """Unroll and score one packed batch.
 
     divisor_K: supervised rows of each step over the whole optimizer step; none: those of this batch, as speculators divides.
+    plan: of this batch, made while it was on the CPU; none: made here.
     A batch with nothing to supervise gives loss 0 and zero gradients.
     """
-    plan = plan_rows(batch, objective)
-    if divisor_K is None:
-        divisor_K = torch.stack([rows.sum() for rows in plan.supervised]).float() + BATCH_DIVISOR_FLOOR
+    plan = plan or plan_rows(batch, objective)
+    divisor_K = plan.counts + BATCH_DIVISOR_FLOOR if divisor_K is None else divisor_K.cpu()
     run = _teacher_forced if objective.teacher_forced else _on_own_tokens
     results = run(draft, batch, plan, objective, divisor_K)
     return _summarise(batch, plan, results, objective, divisor_K)
@@ -105,7 +109,8 @@ def _teacher_forced(
 ) -> list[LinearDivergence]:
     """Step k reads the data's token i + k: unroll first, then score all steps at once."""
     unroll, steps = Unroll(draft, batch, plan), range(objective.ttt_steps)
-    head_rows = [unroll.advance(k, batch.input_ids[plan.active[k] + k]) for k in steps]
+    share = draft.embed(batch.input_ids)
+    head_rows = [unroll.advance(k, share if k == 0 else share.take(unroll.active[k] + k)) for k in steps]
     return score(draft, batch, plan, head_rows, steps, objective, divisor_K)
 
 
@@ -114,12 +119,12 @@ def _on_own_tokens(
 ) -> list[LinearDivergence]:
     """Step k + 1 reads what the draft's head picked at step k, row by row: each step is scored before the next one starts."""
     unroll, results = Unroll(draft, batch, plan), []
-    token_ids = batch.input_ids[plan.active[0]]
+    token_ids = batch.input_ids
     for k in range(objective.ttt_steps):
-        head_rows = unroll.advance(k, token_ids)
+        head_rows = unroll.advance(k, draft.embed(token_ids))
         results += score(draft, batch, plan, [head_rows], range(k, k + 1), objective, divisor_K)
         if k + 1 < objective.ttt_steps:
-            picked = results[k].draft_top1_M[torch.searchsorted(plan.active[k], plan.active[k + 1])]
+            picked = results[k].draft_top1_M[torch.searchsorted(unroll.active[k], unroll.active[k + 1])]
             token_ids = draft.verifier_id(picked)
     return results
 
@@ -138,24 +143,33 @@ def score(
     head_rows: [len(plan.scored[k]), H] for each step. The loss of the call stands in the first result, zero in the others.
     """
     needed, target_row = torch.cat([plan.scored[k] + k for k in steps]).unique(return_inverse=True)
+    device = batch.input_ids.device
+    needed = needed.to(device, non_blocking=True)
     verifier_rows = batch.last_hidden_states[needed]
     if objective.verifier_norm:
         verifier_rows = draft.verifier_norm(verifier_rows)
     dtype = head_rows[0].dtype
+    row_weights = torch.cat([_row_weights(plan, k, objective, divisor_K) for k in steps])
     whole = linear_divergence(
         torch.cat(head_rows),
         draft.lm_head.weight.to(dtype),
         verifier_rows.to(dtype),
         draft.verifier_lm_head.weight.to(dtype),
         target_row,
-        torch.cat([_row_weights(plan, k, objective, divisor_K) for k in steps]).to(torch.promote_types(dtype, torch.float32)),
+        row_weights.to(device, torch.promote_types(dtype, torch.float32), non_blocking=True),
         objective.kinds,
         draft.verifier_softcap,
+        _next_tokens(draft, batch, needed),
     )
     sizes = [len(rows) for rows in head_rows]
     per_row = {name: value.split(sizes) for name, value in vars(whole).items() if name != "loss"}
     losses = [whole.loss, *(torch.zeros_like(whole.loss) for _ in steps[1:])]
     return [LinearDivergence(loss, **{name: parts[at] for name, parts in per_row.items()}) for at, loss in enumerate(losses)]
+
+
+def _next_tokens(draft: Draft, batch: PackedBatch, rows: Tensor) -> Tensor:
+    """Draft ids of the data's tokens after those that `rows` read, -1 where there is none: what the verifier probably says there."""
+    return draft.draft_id(_ahead(batch.input_ids, 1)[rows])
 
 
 def _row_weights(plan: RowPlan, k: int, objective: Objective, divisor_K: Tensor) -> Tensor:
@@ -171,7 +185,10 @@ class Unroll:
     """What the steps hand on: the active rows' hidden states, keys and values of step 0, and own keys and values of later steps."""
 
     def __init__(self, draft: Draft, batch: PackedBatch, plan: RowPlan) -> None:
-        self.draft, self.batch, self.plan = draft, batch, plan
+        self.draft, self.batch = draft, batch
+        self.active, self.scored = (
+            [rows.to(batch.input_ids.device, non_blocking=True) for rows in steps] for steps in (plan.active, plan.scored)
+        )
         layers = draft.config.transformer_layer_config
         self.ranges = [key_ranges(batch.document_ids, layers.window(i)) for i in range(layers.num_hidden_layers)]
         self.shared: list[tuple[Tensor, Tensor]] = []  # per layer: keys and values of step 0, all rows
@@ -179,22 +196,23 @@ class Unroll:
         self.own: list[tuple[list[Tensor], list[Tensor]]] = [([], []) for _ in self.ranges]
         self.hidden = draft.fuse(batch.aux_hidden_states)
 
-    def advance(self, k: int, token_ids: Tensor) -> Tensor:
-        """Run step k; `token_ids` are those of the active rows. Returns the rows for the head, [len(plan.scored[k]), H].
+    def advance(self, k: int, share: EmbeddingShare) -> Tensor:
+        """Run step k. Returns the rows for the head, [len(plan.scored[k]), H].
 
-        Step 0 gives keys and values of every row (later rows attend to them), so its last layer alone can be trimmed.
+        `share` is `Draft.embed` of the tokens read: of every row at step 0, which gives keys and values of every row (later rows
+        attend to them) and so can trim its last layer alone; of the active rows later.
         """
-        rows, batch = self.plan.active[k], self.batch
+        rows, batch = self.active[k], self.batch
         if k == 0:
             attend = [partial(self._attend_first, layer, self.ranges[layer]) for layer in range(len(self.ranges))]
             attend[-1] = partial(self._attend_first, len(self.ranges) - 1, self.ranges[-1][rows])
-            normed, self.hidden = self.draft.step(batch.input_ids, self.hidden, batch.position_ids, attend, rows)
+            normed, self.hidden = self.draft.step(share, self.hidden, batch.position_ids, attend, rows)
         else:
-            kept = torch.searchsorted(self.plan.active[k - 1], rows)
-            own_rows = [torch.searchsorted(active, rows, out_int32=True) for active in self.plan.active[1 : k + 1]]
+            kept = torch.searchsorted(self.active[k - 1], rows)
+            own_rows = [torch.searchsorted(active, rows, out_int32=True) for active in self.active[1 : k + 1]]
             attend = [partial(self._attend_later, layer, rows, own_rows) for layer in range(len(self.ranges))]
-            normed, self.hidden = self.draft.step(token_ids, self.hidden[kept], batch.position_ids[rows] + k, attend)
-        return normed[torch.searchsorted(rows, self.plan.scored[k])]
+            normed, self.hidden = self.draft.step(share, self.hidden[kept], batch.position_ids[rows] + k, attend)
+        return normed[torch.searchsorted(rows, self.scored[k])]
 
     def _attend_first(self, layer: int, key_range_N2: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         self.shared.append((k, v))
@@ -211,10 +229,11 @@ def _summarise(
     batch: PackedBatch, plan: RowPlan, results: list[LinearDivergence], objective: Objective, divisor_K: Tensor
 ) -> TTTOutput:
     """Losses and counts of every step from the per-row results (contract, section 3.6)."""
-    size = batch.input_ids.shape[0]
-    chain = plan.chain_start
+    size, device = batch.input_ids.shape[0], batch.input_ids.device
+    chain, divisor_K = plan.chain_start.to(device, non_blocking=True), divisor_K.to(device, non_blocking=True)
     full, cond, marginal, term_losses, tokens = [], [], [], [], []
-    for k, (result, rows, supervised) in enumerate(zip(results, plan.scored, plan.supervised, strict=True)):
+    for k, result in enumerate(results):
+        rows, supervised = (part[k].to(device, non_blocking=True) for part in (plan.scored, plan.supervised))
         right = result.draft_top1_M == result.verifier_top1_M
         cond.append(chain[: size - k].sum())
         spread = torch.zeros(size, dtype=torch.bool, device=rows.device)
@@ -231,7 +250,7 @@ def _summarise(
         step_losses=(terms_KE * weights_E).sum(-1),  # not a product of matrices: autocast would round it
         term_losses=terms_KE,
         full_correct=torch.stack(full),
-        supervised=torch.stack([rows.sum() for rows in plan.supervised]),
+        supervised=plan.counts.long(),
         cond_total=torch.stack(cond),
         marginal_correct=torch.stack(marginal),
         draft_tokens=tuple(tokens),

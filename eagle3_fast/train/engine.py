@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from eagle3_fast.config import RunConfig
 from eagle3_fast.model.draft import Draft
-from eagle3_fast.precision import arithmetic_dtype
+from eagle3_fast.precision import training_device, training_dtype
 from eagle3_fast.train.optim import build_optimizers, build_schedule
 
 
@@ -46,9 +46,9 @@ class LocalEngine:
     """One process: float32 master weights, forward passes under autocast."""
 
     def __init__(self, draft: Draft, config: RunConfig, planned_steps: int) -> None:
-        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.device = training_device()
         self.draft = draft.to(self.device)
-        self.dtype = arithmetic_dtype(getattr(torch, config.train.data.hidden_states_dtype), self.device)
+        self.dtype = training_dtype(config.train.data.hidden_states_dtype)
         self.max_grad_norm = config.engine.max_grad_norm
         self.parameters = [value for value in draft.parameters() if value.requires_grad]
         self.optimizers = build_optimizers(draft.named_parameters(), config.train.optimizer)

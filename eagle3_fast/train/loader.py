@@ -17,6 +17,7 @@ from eagle3_fast.extract.verifier import Verifier
 from eagle3_fast.extract.weights import verifier_fingerprint
 from eagle3_fast.log import logger
 from eagle3_fast.model.config import DraftConfig
+from eagle3_fast.precision import training_dtype
 from eagle3_fast.prepare.dataset import open_prepared
 from eagle3_fast.records import HiddenStates, PackedBatch
 from eagle3_fast.train.packing import PackingSampler, pack
@@ -39,7 +40,7 @@ class PackedRows:
         self.config, self.draft_config = config, draft_config
         self.rows = open_prepared(config.train.data.data_path)
         self.on_missing = config.train.generation.on_missing
-        self.dtype = getattr(torch, config.train.data.hidden_states_dtype)
+        self.dtype = training_dtype(config.train.data.hidden_states_dtype)
         self.verifier: Verifier | None = None
         layer_ids = draft_config.eagle_aux_hidden_state_layer_ids or []
         stored = None if online else StoredStates(config.hidden_states_path, self.rows, layer_ids)

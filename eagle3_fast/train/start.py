@@ -15,6 +15,7 @@ from eagle3_fast.log import logger
 from eagle3_fast.model.config import DraftConfig, flat_rope_parameters, load_draft_config, parse_draft_config
 from eagle3_fast.model.draft import Draft, load_tensors, read_tensors
 from eagle3_fast.model.ttt import Objective
+from eagle3_fast.precision import training_dtype
 from eagle3_fast.prepare.vocab import VocabMapping, checked_mapping, load_mapping
 
 MLA_KEY = "kv_lora_rank"
@@ -170,7 +171,7 @@ def place_verifier_parts(draft: Draft, weights: VerifierWeights, mapping: VocabM
 
     The verifier's norm is folded to one plain gain: (1 + w) where its family adds 1, times its logit scale, which is linear.
     """
-    dtype, shape = getattr(torch, config.train.data.hidden_states_dtype), weights.shape
+    dtype, shape = training_dtype(config.train.data.hidden_states_dtype), weights.shape
     if config.engine.compat == "0.3" and shape.logit_scale != 1:
         raise InputError(
             f"engine.compat 0.3 knows no verifier norm to carry the logit scale {shape.logit_scale} of {shape.path}; use 0.9"

@@ -22,7 +22,7 @@ from eagle3_fast.config import RunConfig
 from eagle3_fast.errors import InputError, Interrupted
 from eagle3_fast.extract.weights import verifier_fingerprint
 from eagle3_fast.log import logger, progress
-from eagle3_fast.model.ttt import run_ttt, supervised_counts
+from eagle3_fast.model.ttt import plan_rows, run_ttt
 from eagle3_fast.ops import select
 from eagle3_fast.prepare.vocab import VocabMapping
 from eagle3_fast.records import PackedBatch
@@ -125,7 +125,7 @@ class Trainer:
         batches = self.loader.batches(self.position.epoch, self.position.local_step)
         while True:
             with self._timed("data"):
-                window = [batch.to(self.engine.device) for batch in islice(batches, self.config.engine.accumulation)]
+                window = list(islice(batches, self.config.engine.accumulation))
             if not window:
                 return
             yield window
@@ -133,11 +133,12 @@ class Trainer:
     def _step(self, window: list[PackedBatch]) -> None:
         """One optimizer step. Its loss is divided by the supervised rows of the whole window, so that the split does not matter."""
         totals, began = Totals(), time.perf_counter()
-        counts = torch.stack([supervised_counts(batch, self.objective) for batch in window])
+        plans = [plan_rows(batch, self.objective) for batch in window]
+        counts = torch.stack([plan.counts for plan in plans])
         divisor_K = counts.sum(0) if self.config.engine.divisor == "step" else None
-        for batch in window:
+        for batch, plan in zip(window, plans, strict=True):
             with self._timed("forward"), self.engine.autocast():
-                output = run_ttt(self.engine.draft, batch, self.objective, divisor_K)
+                output = run_ttt(self.engine.draft, batch.to(self.engine.device), self.objective, divisor_K, plan)
             loss = output.loss if divisor_K is not None else output.loss / len(window)
             with self._timed("backward"):
                 self.engine.backward(loss)
@@ -195,9 +196,10 @@ class Trainer:
         totals = Totals()
         with self._timed("validation"), self.engine.autocast():
             for batch in self.validation.batches(0):
-                batch = batch.to(self.engine.device)
+                plan = plan_rows(batch, self.objective)
                 # Undivided sums of every batch: the summary divides once, by all supervised rows.
-                totals.add(run_ttt(self.engine.draft, batch, self.objective, torch.ones(self.objective.ttt_steps)), batch)
+                undivided = torch.ones(self.objective.ttt_steps)
+                totals.add(run_ttt(self.engine.draft, batch.to(self.engine.device), self.objective, undivided, plan), batch)
         for sample in totals.skipped:
             logger.warning("validation: skipped %s", sample)
         totals.divide_losses()

@@ -14,6 +14,7 @@ from eagle3_fast.errors import InputError
 from eagle3_fast.evaluate.choice import Greedy
 from eagle3_fast.evaluate.drafter import Drafter, check_vocabulary
 from eagle3_fast.model.draft import Draft
+from eagle3_fast.model.layers import rotate
 from eagle3_fast.model.ttt import Objective, Unroll, plan_rows
 from eagle3_fast.records import HiddenStates
 from eagle3_fast.train.packing import pack
@@ -62,7 +63,7 @@ def test_steps_are_those_of_training(name, monkeypatch):
     unroll = Unroll(draft, batch, plan_rows(batch, objective))
     trained = []
     for k in range(STEPS):
-        normed = unroll.advance(k, batch.input_ids[unroll.plan.active[k] + k])
+        normed = unroll.advance(k, draft.embed(batch.input_ids[unroll.active[k] + k] if k else batch.input_ids))
         trained.append((normed, unroll.hidden))
 
     steps, drafter = recorded_steps(draft, monkeypatch), Drafter(draft, Greedy(), sum(CHUNKS))
@@ -93,10 +94,13 @@ def test_the_head_sees_normed_states_and_the_next_step_what_the_config_says(norm
     def by_hand(token: Tensor, hidden: Tensor, position: int, earlier: list) -> Tensor:
         carried = layer.hidden_norm(hidden)
         x = torch.cat((layer.input_layernorm(draft.embed_tokens.weight[token]), carried), -1)
+        q, k, v = (
+            F.linear(x, part.weight).unflatten(-1, (-1, 8)) for part in (attention.q_proj, attention.k_proj, attention.v_proj)
+        )
         rotary = draft.rotary(torch.tensor([position]))
-        earlier.append(attention.keys_values(x, rotary))
+        earlier.append((rotate(k, rotary), v))
         keys, values = (torch.cat(part).repeat_interleave(2, 1) for part in zip(*earlier, strict=True))
-        weights = (torch.einsum("hd,khd->hk", attention.queries(x, rotary)[0], keys) * 8**-0.5).softmax(-1)
+        weights = (torch.einsum("hd,khd->hk", rotate(q, rotary)[0], keys) * 8**-0.5).softmax(-1)
         out = carried + attention.o_proj(torch.einsum("hk,khd->hd", weights, values).reshape(1, -1))
         return out + layer.mlp(layer.post_attention_layernorm(out))
 

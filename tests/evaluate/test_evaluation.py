@@ -95,7 +95,8 @@ def test_sampling_claims_no_identity_and_repeats_itself(folder, prompts, draft_f
     assert runs[0]["tokens"] == runs[1]["tokens"]
 
 
-def test_bfloat16_leaves_the_rotary_table_in_float32(folder, draft_folder):
+def test_bfloat16_leaves_the_rotary_table_in_float32(folder, draft_folder, monkeypatch):
+    monkeypatch.setattr("eagle3_fast.precision.cpu_multiplies_bfloat16", lambda: True)
     draft = load_draft(draft_folder)
     section = EvaluateSection(dtype="bfloat16")
     verifier = matching_verifier(run_config(folder, Path("unused")).train.verifier, draft, section)

@@ -55,7 +55,9 @@ def windowed(draft: Draft) -> Any:
 def own_logits(draft: Draft, tokens: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
     """Draft logits at the ids of the verifier's vocabulary, -inf elsewhere, and the next hidden state."""
     draft = draft.double()
-    normed, hidden = draft.step(tokens, hidden, torch.arange(1, len(tokens) + 1), [windowed(draft)] * len(draft.layers))
+    normed, hidden = draft.step(
+        draft.embed(tokens), hidden, torch.arange(1, len(tokens) + 1), [windowed(draft)] * len(draft.layers)
+    )
     logits = normed @ draft.lm_head.weight.T
     full = logits.new_full((len(tokens), draft.config.verifier_vocab_size), -torch.inf)
     full[:, draft.verifier_id(torch.arange(draft.config.draft_vocab_size))] = logits

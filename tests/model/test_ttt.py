@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from eagle3_fast.model.draft import Draft
-from eagle3_fast.model.ttt import Objective, key_ranges, plan_rows, run_ttt, supervised_counts
+from eagle3_fast.model.ttt import Objective, key_ranges, plan_rows, run_ttt
 from eagle3_fast.records import PackedBatch
 
 TWO_LAYERS = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4}
@@ -43,7 +43,7 @@ def slow_loss(draft: Draft, batch: PackedBatch, objective: Objective) -> Tensor:
             return torch.einsum("hnt,thd->nhd", scores.masked_fill(~mask, -torch.inf).softmax(-1), every_v)
 
         see = [lambda q, keys, values, layer=layer: attend(layer, q, keys, values) for layer in range(len(draft.layers))]
-        head_rows, hidden = draft.step(token_ids, hidden, batch.position_ids + k, see)
+        head_rows, hidden = draft.step(draft.embed(token_ids), hidden, batch.position_ids + k, see)
         logits = head_rows @ draft.lm_head.weight.T
         weight = batch.loss_mask[k:].to(logits.dtype)
         rows = F.kl_div(logits[: size - k].log_softmax(-1), target_logits[k:].softmax(-1), reduction="none").sum(-1)
@@ -180,7 +180,7 @@ def test_a_window_of_batches_equals_one_batch() -> None:
     for rows in (slice(0, 9), slice(9, 21)):
         fields = {name: value[rows] for name, value in vars(whole).items() if isinstance(value, Tensor)}
         parts.append(PackedBatch(**fields))
-    divisor = sum(supervised_counts(part, objective) for part in parts)
+    divisor = sum(plan_rows(part, objective).counts for part in parts)
     together = run_ttt(draft, whole, objective, divisor)
     apart = [run_ttt(draft, part, objective, divisor) for part in parts]
     assert torch.allclose(together.loss, sum(part.loss for part in apart), rtol=1e-6)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
 from eagle3_fast.config import LOSS_TERMS
-from eagle3_fast.ops import linear_divergence
+from eagle3_fast.ops import linear_divergence, select
+from eagle3_fast.ops._chunks import _product, add_head_gradient
 from eagle3_fast.reference import linear_divergence as reference
 from eagle3_fast.testing.budget import assert_within_budget
 from eagle3_fast.testing.cases import LINEAR_DIVERGENCE, LinearDivergenceCase
@@ -51,19 +53,105 @@ def test_weighted_mix_is_the_sum_of_its_terms() -> None:
     assert whole.terms_ME.shape == (ORDINARY.rows, 3)
 
 
-@pytest.mark.parametrize("kind", LOSS_TERMS)
-def test_bf16_inputs_lose_less_than_one_percent_near_convergence(kind: str) -> None:
+def bf16_gradient_error(kind: str, scale: float) -> float:
+    """Relative error of dL/dh for bf16 inputs with a draft near its verifier; `scale` sets how sharp the distributions are."""
     draw = torch.Generator().manual_seed(0)
-    t = torch.randn(256, 256, generator=draw)
-    u = torch.randn(4096, 256, generator=draw) * 256**-0.5 * 3
-    h = (t + 1e-2 * torch.randn(256, 256, generator=draw)).bfloat16().requires_grad_()
+    t = torch.randn(64, 256, generator=draw)
+    u = torch.randn(1024, 256, generator=draw) * 256**-0.5 * scale
+    h = (t + 5e-2 * torch.randn(64, 256, generator=draw)).bfloat16().requires_grad_()
     u, t = u.bfloat16(), t.bfloat16()
-    row, weight = torch.arange(256), torch.full((256,), 1 / 256)
-    linear_divergence(h, u, t, u, row, weight, {kind: 1.0}).loss.backward()
+    row, weight, anchor = torch.arange(64), torch.full((64,), 1 / 64), (t.float() @ u.float().T).argmax(-1)
+    linear_divergence(h, u, t, u, row, weight, {kind: 1.0}, anchor_R=anchor).loss.backward()
     exact = h.detach().double().requires_grad_()
     loss, _ = reference.linear_divergence(exact, u.double(), t.double(), u.double(), row, weight.double(), [kind], [1.0])
     loss.backward()
-    assert (h.grad.double() - exact.grad).norm() <= 0.01 * exact.grad.norm()
+    return float((h.grad.double() - exact.grad).norm() / exact.grad.norm())
+
+
+@pytest.fixture
+def impl() -> Iterator[Callable[..., None]]:
+    """`ops.select`, undone afterwards."""
+    yield select
+    select("auto")
+
+
+@pytest.mark.parametrize("kind", LOSS_TERMS)
+def test_bf16_inputs_lose_less_than_one_percent_near_convergence(kind: str) -> None:
+    assert bf16_gradient_error(kind, 3.0) <= 0.01
+
+
+@pytest.mark.parametrize("kind", ["kl_div", "lk_hybrid"])
+def test_centred_logits_carry_a_tenth_of_the_error_of_plain_ones(
+    kind: str, impl: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("eagle3_fast.precision.cpu_multiplies_bfloat16", lambda: True)
+    errors = {}
+    for storage in ("centred", "bfloat16", "float32"):
+        impl("fused", storage)
+        errors[storage] = bf16_gradient_error(kind, 8.0)
+    assert errors["float32"] <= errors["centred"] <= 0.02
+    assert errors["centred"] <= 0.1 * errors["bfloat16"], errors
+
+
+def test_centring_changes_no_result(impl: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any anchor, a wild one too, gives the same divergences and log-sum-exps up to bf16 rounding of the logits."""
+    monkeypatch.setattr("eagle3_fast.precision.cpu_multiplies_bfloat16", lambda: True)
+    inputs = ORDINARY.inputs(torch.bfloat16)
+    draw = torch.Generator().manual_seed(2)
+    wild = torch.randint(-1, ORDINARY.vocab, (ORDINARY.targets,), generator=draw)
+    impl("fused", "float32")
+    expected = linear_divergence(**inputs, kinds=MIX)
+    impl("fused", "centred")
+    for anchor in (None, wild):
+        result = linear_divergence(**inputs, kinds=MIX, anchor_R=anchor)
+        assert torch.allclose(result.terms_ME, expected.terms_ME, rtol=0.05, atol=0.02)
+        assert torch.allclose(result.verifier_lse_M, expected.verifier_lse_M, atol=0.05)
+        assert torch.allclose(result.draft_lse_M, expected.draft_lse_M, atol=0.05)
+
+
+def test_the_product_subtracts_the_centre_before_it_rounds() -> None:
+    x, head = torch.full((1, 1), 256.0, dtype=torch.bfloat16), torch.tensor([[1.0], [1.0078125]], dtype=torch.bfloat16)
+    assert _product(x, head, torch.tensor([256.0])).tolist() == [[0.0, 2.0]]
+    assert (x @ head.T - 256).tolist() == [[0.0, 2.0]]
+    small = torch.tensor([[1.0, 2**-9]], dtype=torch.bfloat16)
+    ones = torch.ones(1, 2, dtype=torch.bfloat16)
+    assert _product(small, ones, torch.tensor([1.0])).item() == 2**-9
+    assert (small @ ones.T).item() == 1.0
+
+
+@pytest.mark.parametrize("case", LINEAR_DIVERGENCE, ids=lambda case: case.name)
+@pytest.mark.parametrize("kind", LOSS_TERMS)
+def test_reference_behind_the_same_contract(case: LinearDivergenceCase, kind: str, impl: Callable[..., None]) -> None:
+    impl("reference")
+    test_value_and_gradients(case, kind)
+
+
+def test_a_row_scored_by_many_chunks_of_one_verifier_row(impl: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks smaller than a verifier row's drafts change nothing."""
+    inputs = ORDINARY.inputs(torch.float32)
+    inputs["target_row_M"] = inputs["target_row_M"] // 7
+    whole = linear_divergence(**inputs, kinds=MIX)
+    whole.loss.backward()
+    gradients = [inputs[name].grad.clone() for name in ("h_MH", "w_VH")]
+    monkeypatch.setattr("eagle3_fast.ops._chunks.CHUNK_ROWS", {"cpu": (1, 3), "cuda": (1, 3)})
+    inputs["h_MH"].grad = inputs["w_VH"].grad = None
+    cut = linear_divergence(**inputs, kinds=MIX)
+    cut.loss.backward()
+    assert torch.allclose(cut.terms_ME, whole.terms_ME, rtol=1e-5)
+    for name, gradient in zip(("h_MH", "w_VH"), gradients, strict=True):
+        assert torch.allclose(inputs[name].grad, gradient, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 29])
+def test_head_gradient_is_accumulated_in_float32(rows: int) -> None:
+    """256 chunks of bf16 products add up as one does: nothing is lost to a bf16 running sum."""
+    draw = torch.Generator().manual_seed(0)
+    z, h = torch.rand(256 * rows, 5, generator=draw).bfloat16(), torch.rand(256 * rows, 3, generator=draw).bfloat16()
+    total = torch.zeros(5, 3)
+    for part_z, part_h in zip(z.split(rows), h.split(rows), strict=True):
+        add_head_gradient(total, part_z, part_h)
+    exact = z.double().T @ h.double()
+    assert ((total - exact).abs() / exact).max() < 2 * torch.finfo(torch.bfloat16).eps / 2
 
 
 @pytest.mark.parametrize("kind", [kind for kind in LOSS_TERMS if kind != "ce"])
