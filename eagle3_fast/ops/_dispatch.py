@@ -12,6 +12,7 @@ from eagle3_fast.errors import InputError
 from eagle3_fast.log import say_once
 
 IMPLEMENTATIONS = ("auto", "fused", "reference")
+CPU_FLASH = "_scaled_dot_product_flash_attention_for_cpu"
 LOGITS = ("centred", "float32", "bfloat16")
 _selected: dict[str, str] = {}
 
@@ -33,11 +34,14 @@ def full_precision(device_type: str) -> torch.autocast:
     return torch.autocast(device_type, enabled=False)
 
 
-def resolve(op: str, device_type: str, dtype: torch.dtype) -> str:
-    """`fused` or `reference` for `op` on inputs of this kind. Says once what was taken and why; refuses `fused` where it cannot be."""
+def resolve(op: str, device_type: str, dtype: torch.dtype, unsupported: str | None = None) -> str:
+    """`fused` or `reference` for `op` on inputs of this kind. Says once what was taken and why; refuses `fused` where it cannot be.
+
+    unsupported: what the op itself found in its inputs that no fused kernel of it takes.
+    """
     impl = _selected.get("impl") or os.environ.get("EAGLE3_FAST_IMPL", "auto")
     _check("implementation", impl, IMPLEMENTATIONS)
-    lacking = "it was asked for" if impl == "reference" else _lacking(op, device_type, dtype)
+    lacking = "it was asked for" if impl == "reference" else unsupported or _lacking(op, device_type, dtype)
     if lacking is None:
         say_once(f"{op}: fused kernel on {device_type}")
         return "fused"
@@ -60,9 +64,13 @@ def _lacking(op: str, device_type: str, dtype: torch.dtype) -> str | None:
 
 @cache
 def _lacking_cpu(op: str) -> str | None:
-    """Importing the C++ module registers its kernels with PyTorch's dispatcher, which then knows them."""
+    """`linear_divergence` needs our C++ module, whose import registers its kernel; `ttt_attention` a kernel of PyTorch's own."""
+    if op == "ttt_attention":
+        return None if hasattr(torch.ops.aten, CPU_FLASH) else f"this PyTorch has no {CPU_FLASH}"
     fault = _import_fault("eagle3_fast._C", "the C++ module (built at install where torch and a compiler are seen)")
-    return fault if fault or has_cpu_kernel(op) else "there is no C++ kernel for it"
+    if fault is None and not torch._C._dispatch_has_kernel_for_dispatch_key("eagle3_fast::row_divergence_", "CPU"):
+        return "the C++ module is of another version; install the package again"
+    return fault
 
 
 @cache
@@ -72,12 +80,6 @@ def _import_fault(module: str, name: str) -> str | None:
     except (ImportError, OSError) as error:
         return f"{name} cannot be imported ({' '.join(str(error).split())})"
     return None
-
-
-def has_cpu_kernel(op: str) -> bool:
-    """Whether the C++ module brings a kernel for `op`."""
-    kernels = {"linear_divergence": "row_divergence_"}
-    return op in kernels and torch._C._dispatch_has_kernel_for_dispatch_key(f"eagle3_fast::{kernels[op]}", "CPU")
 
 
 def _check(what: str, value: str, known: tuple[str, ...]) -> None:

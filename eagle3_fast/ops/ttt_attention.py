@@ -7,6 +7,8 @@ for the rows of that step; a later step has fewer rows and says by index which o
 
 from __future__ import annotations
 
+import importlib
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -37,9 +39,10 @@ def ttt_attention(
     Raises ValueError or TypeError naming expected and actual shape, dtype or device.
     """
     _validate(q_NQD, k_TKD, v_TKD, key_range_N2, own_k, own_v, own_rows)
-    resolve("ttt_attention", q_NQD.device.type, q_NQD.dtype)
+    unsupported = None if k_TKD.shape[2] == v_TKD.shape[2] else "keys and values differ in width"
+    fused = resolve("ttt_attention", q_NQD.device.type, q_NQD.dtype, unsupported) == "fused"
     with full_precision(q_NQD.device.type):
-        out, _ = torch.ops.eagle3_fast.ttt_attention(q_NQD, k_TKD, v_TKD, key_range_N2, own_k, own_v, own_rows, scale)
+        out, _ = torch.ops.eagle3_fast.ttt_attention(q_NQD, k_TKD, v_TKD, key_range_N2, own_k, own_v, own_rows, scale, fused)
     return out
 
 
@@ -53,9 +56,17 @@ def _op(
     own_v: list[Tensor],
     own_rows: list[Tensor],
     scale: float,
+    fused: bool,
 ) -> tuple[Tensor, Tensor]:
     """Output, and the natural logarithm of each row's softmax denominator [N, Q] in at least float32 (0 where nothing is seen)."""
-    return reference.ttt_attention(q, k, v, key_range, own_k, own_v, own_rows, scale)
+    arguments = (q, k, v, key_range, own_k, own_v, own_rows, scale)
+    return _kernels(q).forward(*arguments) if fused else reference.ttt_attention(*arguments)
+
+
+def _kernels(q: Tensor) -> ModuleType:
+    """What computes the op fused on q's device."""
+    name = "eagle3_fast.kernels.ttt_attention" if q.is_cuda else "eagle3_fast.ops._cpu_attention"
+    return importlib.import_module(name)
 
 
 @_op.register_fake
@@ -68,6 +79,7 @@ def _fake(
     own_v: list[Tensor],
     own_rows: list[Tensor],
     scale: float,
+    fused: bool,
 ) -> tuple[Tensor, Tensor]:
     return q.new_empty(*q.shape[:2], v.shape[2]), q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
 
@@ -85,9 +97,11 @@ def _backward(
     own_v: list[Tensor],
     own_rows: list[Tensor],
     scale: float,
+    fused: bool,
 ) -> list[Tensor]:
     """Gradients of q, k, v, own keys, own values; the scores are computed again, so none are kept from the forward pass."""
-    return reference.ttt_attention_backward(grad_out, out, lse, q, k, v, key_range, own_k, own_v, own_rows, scale)
+    arguments = (grad_out, out, lse, q, k, v, key_range, own_k, own_v, own_rows, scale)
+    return _kernels(q).backward(*arguments) if fused else reference.ttt_attention_backward(*arguments)
 
 
 @_backward.register_fake
@@ -103,12 +117,13 @@ def _backward_fake(
     own_v: list[Tensor],
     own_rows: list[Tensor],
     scale: float,
+    fused: bool,
 ) -> list[Tensor]:
     return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v, *own_k, *own_v)]
 
 
 def _save_inputs(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, key_range, own_k, own_v, own_rows, ctx.scale = inputs
+    q, k, v, key_range, own_k, own_v, own_rows, ctx.scale, ctx.fused = inputs
     ctx.mark_non_differentiable(output[1])
     ctx.save_for_backward(*output, q, k, v, key_range, *own_k, *own_v, *own_rows)
 
@@ -119,9 +134,9 @@ def _differentiate(ctx: Any, grad_out: Tensor, _: Tensor | None) -> tuple:
     own_k, own_v, own_rows = own[:steps], own[steps : 2 * steps], own[2 * steps :]
     with full_precision(q.device.type):
         gradients = torch.ops.eagle3_fast.ttt_attention_backward(
-            grad_out, out, lse, q, k, v, key_range, own_k, own_v, own_rows, ctx.scale
+            grad_out, out, lse, q, k, v, key_range, own_k, own_v, own_rows, ctx.scale, ctx.fused
         )
-    return *gradients[:3], None, gradients[3 : 3 + steps], gradients[3 + steps :], [None] * steps, None
+    return *gradients[:3], None, gradients[3 : 3 + steps], gradients[3 + steps :], [None] * steps, None, None
 
 
 _op.register_autograd(_differentiate, setup_context=_save_inputs)

@@ -8,11 +8,12 @@ from functools import partial
 
 import torch
 from torch import nn
-from torch.optim import AdamW, Muon, Optimizer
+from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from eagle3_fast.config import OptimizerSection, SchedulerSection
 from eagle3_fast.errors import InputError
+from eagle3_fast.train.muon import Muon
 
 MUON_NEVER = ("embed_tokens", "lm_head")
 """Matrices whose rows are words, not features: orthogonalising their update has no meaning."""

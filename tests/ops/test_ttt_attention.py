@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import Tensor
 
-from eagle3_fast.ops import ttt_attention
+from eagle3_fast.ops import select, ttt_attention
 from eagle3_fast.testing.budget import assert_within_budget
 from eagle3_fast.testing.cases import TTT_ATTENTION, TTTAttentionCase
 
@@ -45,6 +47,14 @@ def ours(inputs: dict) -> tuple[Tensor, list[Tensor]]:
     return out.detach(), list(torch.autograd.grad((out * _probe(out)).sum(), leaves))
 
 
+@pytest.fixture(params=["fused", "reference"])
+def impl(request: pytest.FixtureRequest) -> Iterator[None]:
+    select("auto" if request.param == "fused" else request.param)
+    yield
+    select("auto")
+
+
+@pytest.mark.usefixtures("impl")
 @pytest.mark.parametrize("case", TTT_ATTENTION, ids=lambda case: case.name)
 def test_output_and_gradients(case: TTTAttentionCase) -> None:
     inputs = case.inputs(torch.float32)
@@ -115,7 +125,8 @@ def _peak(trace: torch.profiler.profile) -> int:
 
 def test_opcheck() -> None:
     inputs = TTTAttentionCase("small", (4, 3), spare=2).inputs(torch.float32)
-    torch.library.opcheck(torch.ops.eagle3_fast.ttt_attention, tuple(inputs.values()))
+    torch.library.opcheck(torch.ops.eagle3_fast.ttt_attention, (*inputs.values(), True))
+    torch.library.opcheck(torch.ops.eagle3_fast.ttt_attention, (*inputs.values(), False))
 
 
 @pytest.mark.parametrize(

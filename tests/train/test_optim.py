@@ -9,6 +9,7 @@ from torch.optim import SGD
 
 from eagle3_fast.config import OptimizerSection, SchedulerSection
 from eagle3_fast.errors import InputError
+from eagle3_fast.train.muon import Muon
 from eagle3_fast.train.optim import build_optimizers, build_schedule
 
 
@@ -57,3 +58,25 @@ def test_schedule(section: dict, expected: list[float]) -> None:
         optimizer.step()
         schedule.step()
     assert rates == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(24, 10), (10, 24)])
+def test_muon_takes_the_steps_of_torch(shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bfloat16 bit for bit; in float32, for CPUs that only emulate bfloat16, within its rounding."""
+    start = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    gradients = torch.randn(4, *shape, generator=torch.Generator().manual_seed(1))
+
+    def run(kind: type[torch.optim.Muon], native: bool) -> torch.Tensor:
+        monkeypatch.setattr("eagle3_fast.precision.cpu_multiplies_bfloat16", lambda: native)
+        weight = torch.nn.Parameter(start.clone())
+        optimizer = kind([weight], lr=0.05, weight_decay=0.1)
+        for gradient in gradients:
+            weight.grad = gradient.clone()
+            optimizer.step()
+        return weight.detach()
+
+    torchs = run(torch.optim.Muon, True)
+    assert torch.equal(run(Muon, True), torchs)
+    single = run(Muon, False)
+    assert not torch.equal(single, torchs)
+    assert torch.allclose(single, torchs, atol=4 * 0.05 * 2**-5)
