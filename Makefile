@@ -33,7 +33,7 @@ test-dist: $(VENV)/.installed
 	rm -rf build/dist && $(BIN)/python -m build -q --no-isolation --outdir build/dist .
 	$(PYTHON) -m venv --clear build/dist/venv
 	build/dist/venv/bin/pip install -q --no-deps build/dist/*.whl
-	cd build/dist && for verb in regenerate prepare vocab extract train export evaluate report run check show-mask; do \
+	cd build/dist && for verb in regenerate prepare vocab extract train export evaluate report run check show-mask doctor; do \
 	  venv/bin/eagle3-fast $$verb --help > /dev/null || exit 1; done
 	cd build/dist && venv/bin/python -c 'import eagle3_fast, pathlib; p = pathlib.Path(eagle3_fast.__file__).parent; assert "dist" in str(p)'
 

@@ -267,7 +267,8 @@ float* as_floats(void* data, bool wide, int64_t row, int64_t stride, int64_t siz
 }
 
 void cap(float* t, float centre, float softcap, int64_t size) {
-  for (int64_t i = 0; i < size; ++i) t[i] = softcap * std::tanh((t[i] + centre) / softcap);
+  constexpr float masked = -std::numeric_limits<float>::infinity();
+  for (int64_t i = 0; i < size; ++i) t[i] = t[i] == masked ? masked : softcap * std::tanh((t[i] + centre) / softcap);
 }
 
 void check(const Tensor& tensor, ScalarType dtype, const char* name) {

@@ -51,6 +51,8 @@ def _parser() -> argparse.ArgumentParser:
     check = verbs.add_parser("check", help="verify an exported draft folder")
     check.add_argument("folder", type=Path)
     check.set_defaults(run=_check)
+    doctor = verbs.add_parser("doctor", help="what this machine can train on, what is wrong, and how to repair it")
+    doctor.set_defaults(run=_doctor)
     show = _add_run_verb(verbs, "show-mask", _show_mask, "print a prepared row with its supervised spans coloured")
     show.add_argument("--row", type=int, default=0)
     return parser
@@ -135,6 +137,13 @@ def _check(options: argparse.Namespace) -> None:
     from eagle3_fast.export.check import check
 
     print(check(options.folder))
+
+
+def _doctor(options: argparse.Namespace) -> None:
+    from eagle3_fast.doctor import doctor
+
+    if not doctor():
+        sys.exit(EXIT_BAD_INPUT)
 
 
 def _show_mask(options: argparse.Namespace) -> None:

@@ -231,6 +231,10 @@ class EngineSection(Section):
     divisor: Literal["step", "batch"] = Field(
         "step", description="supervised tokens of the whole optimizer step, or of each packed batch (speculators)"
     )
+    recompute: bool = Field(
+        False,
+        description="run the feed-forward half of every TTT step again in the backward pass: keeps a quarter of the activations",
+    )
     on_nan: Literal["stop", "skip"] = Field("stop", description="a step whose loss or gradient is not finite")
     deterministic: bool = Field(True, description="bit-exact kernels where torch has a choice")
 

@@ -81,6 +81,7 @@ def test_every_verb_has_help() -> None:
         "run",
         "check",
         "show-mask",
+        "doctor",
     ):
         done = subprocess.run([sys.executable, "-m", "eagle3_fast", verb, "--help"], capture_output=True, text=True)
         assert done.returncode == 0

@@ -8,17 +8,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from eagle3_fast.model.config import LayerConfig
+from eagle3_fast.model.elementwise import rms_norm, swiglu
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Turns q [N, Q, D], k and v [rows, K, D] of a layer into its attention output [N, Q, D]; who calls the layer decides who sees whom."""
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last axis, computed in at least float32 (Zhang and Sennrich 2019, arXiv:1910.07467)."""
+    """x / rms(x) * weight over the last axis."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -26,9 +28,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return (self.weight.to(wide.dtype) * normed).to(x.dtype)
+        return rms_norm(x, self.weight, self.eps)
 
 
 class RotaryTable(LlamaRotaryEmbedding):
@@ -127,7 +127,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """SwiGLU (Shazeer 2020, arXiv:2002.05202)."""
+    """The gated feed-forward half of a layer."""
 
     def __init__(self, config: LayerConfig) -> None:
         super().__init__()
@@ -136,15 +136,20 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
 
 
 class DraftLayer(nn.Module):
-    """A pre-norm decoder layer; the first one also reads the token embedding and norms the hidden state itself."""
+    """A pre-norm decoder layer; the first one also reads the token embedding and norms the hidden state itself.
+
+    `recompute`: keep only the input of the feed-forward half, whose activations are most of the layer's, and run it again in the
+    backward pass. Same gradients.
+    """
 
     def __init__(self, config: LayerConfig, index: int, norm_before_residual: bool) -> None:
         super().__init__()
         first = index == 0
+        self.recompute = False
         self.norm_before_residual = norm_before_residual
         self.self_attn = Attention(config, config.hidden_size * (2 if first else 1))
         self.mlp = MLP(config)
@@ -176,4 +181,9 @@ class DraftLayer(nn.Module):
             share_q = share_q if share_q is None else share_q[queries]
         attended = attend(self.self_attn.queries(x, rotary, share_q), keys, values)
         hidden = residual + self.self_attn.o_proj(attended.flatten(1))
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+        if self.recompute and torch.is_grad_enabled():
+            return checkpoint(self._feed_forward, hidden, use_reentrant=False)
+        return self._feed_forward(hidden)
+
+    def _feed_forward(self, hidden_NH: Tensor) -> Tensor:
+        return hidden_NH + self.mlp(self.post_attention_layernorm(hidden_NH))

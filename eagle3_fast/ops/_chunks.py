@@ -179,7 +179,7 @@ def _plain_rows(kinds: dict[str, float], softcap: float) -> RowPass:
 
 def _fused_rows(kinds: dict[str, float], softcap: float, device: torch.device) -> RowPass:
     """Row pass of the C++ module or of Triton, whichever the dispatcher has for `device`."""
-    weights = torch.tensor([kinds.get(name, 0.0) for name in KINDS], device=device)
+    weights = torch.tensor([kinds.get(name, 0.0) for name in KINDS])  # on the CPU: a launch reads them
     asked = torch.tensor([KINDS.index(name) for name in kinds], device=device)
 
     def run(z: Tensor, t: Tensor, chunk: Chunk, row_weight: Tensor, verifier_centre: Tensor) -> tuple[Tensor, ...]:

@@ -72,8 +72,8 @@ def logits(x_MH: Tensor, w_VH: Tensor) -> Tensor:
 
 
 def softcap(x: Tensor, cap: float) -> Tensor:
-    """cap tanh(x / cap); x itself for cap 0 (Gemma 2, arXiv:2408.00118, section 2)."""
-    return cap * torch.tanh(x / cap) if cap else x
+    """cap tanh(x / cap), -inf left as it is; x itself for cap 0 (Gemma 2, arXiv:2408.00118, section 2)."""
+    return torch.where(x == float("-inf"), x, cap * torch.tanh(x / cap)) if cap else x
 
 
 def row_divergences(z_MV: Tensor, t_RV: Tensor, target_row_M: Tensor, kinds: list[str]) -> tuple[RowDivergences, Distributions]:

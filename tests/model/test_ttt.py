@@ -199,3 +199,22 @@ def test_key_ranges() -> None:
     documents = torch.tensor([0, 0, 0, 1, 1, -1, -1])
     assert key_ranges(documents, None).tolist() == [[0, 1], [0, 2], [0, 3], [3, 4], [3, 5], [5, 6], [6, 7]]
     assert key_ranges(documents, 2).tolist() == [[0, 1], [0, 2], [1, 3], [3, 4], [3, 5], [5, 6], [6, 7]]
+
+
+@pytest.mark.parametrize("config", [{}, TWO_LAYERS])
+def test_recompute_keeps_less_and_changes_no_gradient(config: dict) -> None:
+    draft, batch, objective = random_draft(config), random_batch((9, 7), 16), Objective(ttt_steps=3)
+    expected = gradients(draft, run_ttt(draft, batch, objective).loss)
+    for layer in draft.layers:
+        layer.recompute = True
+    kept: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x):
+        loss = run_ttt(draft, batch, objective).loss
+    again = gradients(draft, loss)
+    assert all(torch.equal(again[name], value) for name, value in expected.items())
+    whole: list[int] = []
+    for layer in draft.layers:
+        layer.recompute = False
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: whole.append(x.numel()) or x, lambda x: x):
+        run_ttt(draft, batch, objective)
+    assert sum(kept) < sum(whole)
