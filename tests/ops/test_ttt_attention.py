@@ -21,9 +21,9 @@ def dense(inputs: dict, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
     own_k, own_v = ([own[rows] for own, rows in zip(cast[name], inputs["own_rows"], strict=True)] for name in ("own_k", "own_v"))
     keys = torch.cat((cast["k_TKD"], *own_k)).repeat_interleave(group, dim=1)
     values = torch.cat((cast["v_TKD"], *own_v)).repeat_interleave(group, dim=1)
-    index = torch.arange(total)
+    index = torch.arange(total, device=q.device)
     mask = (index >= inputs["key_range_N2"][:, :1]) & (index < inputs["key_range_N2"][:, 1:])
-    mask = torch.cat((mask, *(torch.eye(n, dtype=torch.bool) for _ in cast["own_k"])), dim=1)
+    mask = torch.cat((mask, *(torch.eye(n, dtype=torch.bool, device=q.device) for _ in cast["own_k"])), dim=1)
     scores = torch.einsum("nhd,thd->hnt", q, keys) * inputs["scale"]
     out = torch.einsum("hnt,thd->nhd", scores.masked_fill(~mask, -torch.inf).softmax(-1), values)
     leaves = [q, cast["k_TKD"], cast["v_TKD"], *cast["own_k"], *cast["own_v"]]
@@ -38,7 +38,7 @@ def _cast(value: object, dtype: torch.dtype) -> object:
 
 def _probe(out: Tensor) -> Tensor:
     """A fixed, uneven weight of each output element."""
-    return torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
+    return torch.linspace(-1, 1, out.numel(), dtype=out.dtype, device=out.device).view_as(out)
 
 
 def ours(inputs: dict) -> tuple[Tensor, list[Tensor]]:
