@@ -78,10 +78,17 @@ class Draft(nn.Module):
                 if module.bias is not None:
                     module.bias.data.zero_()
 
+    def recompute(self, wanted: bool) -> None:
+        """Whether the layers keep the activations of their feed-forward halves or run them again in the backward pass."""
+        for layer in self.layers:
+            assert isinstance(layer, DraftLayer)
+            layer.recompute = wanted
+
     def embed(self, token_ids_N: Tensor) -> EmbeddingShare:
         """Tokens (ids of the verifier's vocabulary) as what they add to the first layer's projections; no gradient in the embedding."""
-        embeds = F.embedding(token_ids_N, self.embed_tokens.weight.detach())
-        return self.layers[0].embedding_share(embeds)
+        first = self.layers[0]
+        assert isinstance(first, DraftLayer)
+        return first.embedding_share(F.embedding(token_ids_N, self.embed_tokens.weight.detach()))
 
     def fuse(self, aux_NF: Tensor) -> Tensor:
         """The aux hidden states of each row as one hidden state [N, H]: fc after the norm that the config asks for."""

@@ -173,6 +173,7 @@ class DraftLayer(nn.Module):
         if self.hidden_norm is None:
             x, residual, (share_q, share_k, share_v) = self.input_layernorm(hidden_NH), hidden_NH, (None, None, None)
         else:
+            assert share is not None, "the first layer reads token embeddings"
             x, (share_q, share_k, share_v) = self.hidden_norm(hidden_NH), share
             residual = x if self.norm_before_residual else hidden_NH
         keys, values = self.self_attn.keys_values(x, rotary, share_k, share_v)

@@ -63,7 +63,7 @@ class Chunk(NamedTuple):
 
     rows: Tensor  # of the caller's draft rows
     targets: Tensor  # ascending verifier rows, each once
-    index: Tensor  # for each row of the chunk, its place in `targets`
+    place: Tensor  # for each row of the chunk, where its verifier row stands in `targets`
     first: Tensor  # int32 [targets + 1]: rows first[j] .. first[j + 1] are scored against targets[j]
 
 
@@ -98,7 +98,7 @@ def sweep(
             verifier_centre = _logit_at(verifier_rows, verifier_head, anchor[chunk.targets])
         verifier_logits = _product(verifier_rows, verifier_head, verifier_centre)
         if centred:
-            draft_centre = _logit_at(draft_rows, head, verifier_logits.argmax(-1)[chunk.index])
+            draft_centre = _logit_at(draft_rows, head, verifier_logits.argmax(-1)[chunk.place])
         z = _product(draft_rows, head, draft_centre)
         rows = run(z, verifier_logits, chunk, weight, verifier_centre.expand(len(chunk.targets)))
         _store_rows(
@@ -106,7 +106,7 @@ def sweep(
             chunk.rows,
             rows,
             draft_centre,
-            0 if verifier_softcap else verifier_centre.expand(len(chunk.targets))[chunk.index],
+            0 if verifier_softcap else verifier_centre.expand(len(chunk.targets))[chunk.place],
         )
         if results.grad_h.numel():
             results.grad_h[chunk.rows] = (z @ head).to(h.dtype)
@@ -166,10 +166,10 @@ def _plain_rows(kinds: dict[str, float], softcap: float) -> RowPass:
     def run(z: Tensor, t: Tensor, chunk: Chunk, row_weight: Tensor, _: Tensor) -> tuple[Tensor, ...]:
         t = reference.softcap(t, softcap)
         if names == ["kl_div"]:
-            rows, gradient = reference.forward_kl(z, t, chunk.index)
+            rows, gradient = reference.forward_kl(z, t, chunk.place)
             gradient = gradient.mul_(weights[0]) if weights[0] != 1 else gradient
         else:
-            rows, both = reference.row_divergences(z, t, chunk.index, names)
+            rows, both = reference.row_divergences(z, t, chunk.place, names)
             gradient = reference.logit_gradient(both, names, weights)
         torch.mul(gradient, row_weight[:, None], out=z)
         return tuple(rows)
@@ -190,7 +190,7 @@ def _fused_rows(kinds: dict[str, float], softcap: float, device: torch.device) -
             z, t, chunk.first, row_weight, weights, verifier_centre.contiguous(), softcap,
             terms, draft_top1, verifier_top1, overlap, draft_lse, verifier_lse,
         )  # fmt: skip
-        return terms[:, asked], draft_top1, verifier_top1[chunk.index], overlap, draft_lse, verifier_lse[chunk.index]
+        return terms[:, asked], draft_top1, verifier_top1[chunk.place], overlap, draft_lse, verifier_lse[chunk.place]
 
     return run
 

@@ -73,9 +73,9 @@ def backward(
     delta = (grad_out.float() * out.float()).sum(-1)
     for j, index in enumerate(own_rows):
         assert weights is not None
-        keys, values = _for_each_head(own_k[j][index], q), _for_each_head(own_v[j][index], q)
-        grad_scores = scale * weights[..., j] * ((grad_out.float() * values).sum(-1) - delta)
-        grad_q += grad_scores[..., None] * keys
+        own_keys, own_values = _for_each_head(own_k[j][index], q), _for_each_head(own_v[j][index], q)
+        grad_scores = scale * weights[..., j] * ((grad_out.float() * own_values).sum(-1) - delta)
+        grad_q += grad_scores[..., None] * own_keys
         grad_own_k[j][index] = _sum_heads(grad_scores[..., None] * q.float(), own_k[j])
         grad_own_v[j][index] = _sum_heads(weights[..., j, None] * grad_out.float(), own_v[j])
     return [x.to(q.dtype) for x in (grad_q, grad_k, grad_v, *grad_own_k, *grad_own_v)]

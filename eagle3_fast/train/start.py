@@ -34,8 +34,7 @@ def start_draft(config: RunConfig) -> Draft:
         draft_config = new_draft_config(config, shape, mapping)
     draft = Draft(draft_config, train_head=config.engine.compat == "0.3")
     draft.initialise(config.train.seed)
-    for layer in draft.layers:
-        layer.recompute = config.engine.recompute
+    draft.recompute(config.engine.recompute)
     warm = Path(section.from_pretrained) / "model.safetensors" if section.from_pretrained else None
     tensors = read_tensors(warm) if warm is not None and warm.is_file() else {}
     mapping = _agreed_mapping(draft_config, mapping, tensors)

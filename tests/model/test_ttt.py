@@ -205,16 +205,14 @@ def test_key_ranges() -> None:
 def test_recompute_keeps_less_and_changes_no_gradient(config: dict) -> None:
     draft, batch, objective = random_draft(config), random_batch((9, 7), 16), Objective(ttt_steps=3)
     expected = gradients(draft, run_ttt(draft, batch, objective).loss)
-    for layer in draft.layers:
-        layer.recompute = True
+    draft.recompute(True)
     kept: list[int] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x):
         loss = run_ttt(draft, batch, objective).loss
     again = gradients(draft, loss)
     assert all(torch.equal(again[name], value) for name, value in expected.items())
     whole: list[int] = []
-    for layer in draft.layers:
-        layer.recompute = False
+    draft.recompute(False)
     with torch.autograd.graph.saved_tensors_hooks(lambda x: whole.append(x.numel()) or x, lambda x: x):
         run_ttt(draft, batch, objective)
     assert sum(kept) < sum(whole)
