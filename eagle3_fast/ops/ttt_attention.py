@@ -17,6 +17,9 @@ from torch import Tensor
 from eagle3_fast.ops._dispatch import full_precision, resolve
 from eagle3_fast.reference import ttt_attention as reference
 
+WIDEST_HEAD = 256
+"""What fits the shared memory of a block on sm_120 (kernels/ttt_attention.py)."""
+
 
 def ttt_attention(
     q_NQD: Tensor,
@@ -39,8 +42,7 @@ def ttt_attention(
     Raises ValueError or TypeError naming expected and actual shape, dtype or device.
     """
     _validate(q_NQD, k_TKD, v_TKD, key_range_N2, own_k, own_v, own_rows)
-    unsupported = None if k_TKD.shape[2] == v_TKD.shape[2] else "keys and values differ in width"
-    fused = resolve("ttt_attention", q_NQD.device.type, q_NQD.dtype, unsupported) == "fused"
+    fused = resolve("ttt_attention", q_NQD.device.type, q_NQD.dtype, _unsupported(q_NQD, v_TKD)) == "fused"
     with full_precision(q_NQD.device.type):
         out, _ = torch.ops.eagle3_fast.ttt_attention(q_NQD, k_TKD, v_TKD, key_range_N2, own_k, own_v, own_rows, scale, fused)
     return out
@@ -61,6 +63,13 @@ def _op(
     """Output, and the natural logarithm of each row's softmax denominator [N, Q] in at least float32 (0 where nothing is seen)."""
     arguments = (q, k, v, key_range, own_k, own_v, own_rows, scale)
     return _kernels(q).forward(*arguments) if fused else reference.ttt_attention(*arguments)
+
+
+def _unsupported(q: Tensor, v: Tensor) -> str | None:
+    """What no fused kernel of q's device takes."""
+    if q.is_cuda:
+        return f"heads are wider than {WIDEST_HEAD}" if max(q.shape[2], v.shape[2]) > WIDEST_HEAD else None
+    return None if q.shape[2] == v.shape[2] else "keys and values differ in width"
 
 
 def _kernels(q: Tensor) -> ModuleType:
