@@ -8,11 +8,15 @@ BENCH ?= --preset smollm2 --threads 1,2 -k v32000-s2048
 
 SERVED = VLLM_CPU_KVCACHE_SPACE=2 HF_HUB_OFFLINE=1 $(VLLM_VENV)/bin/python tests/vllm/served.py --prompts examples/heldout.jsonl
 
+# A CPU without bfloat16 instructions computes at a third of the speed: its demo takes a third of the chats.
+DEMO_SIZE = $(shell $(BIN)/python -c 'import torch; from eagle3_fast.precision import cpu_multiplies_bfloat16 as fast; \
+  print("" if torch.cuda.is_available() or fast() else "prepare.max_samples=640 evaluate.max_prompts=4")')
+
 .PHONY: bench bench-smoke bench-peer-venv kernels-report demo test test-vllm test-vllm-short test-dist lint install clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python examples/smollm2.py build/smollm2 build/humaneval.jsonl
-	$(BIN)/eagle3-fast run --config configs/demo.yaml
+	$(BIN)/eagle3-fast run --config configs/demo.yaml $(DEMO_SIZE)
 
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest

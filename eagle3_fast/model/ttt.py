@@ -244,7 +244,7 @@ def _summarise(
         term_losses.append(_step_scale(k, objective, divisor_K) * (result.terms_ME * supervised[:, None]).sum(0))
         tokens.append(torch.full((size,), -1, device=rows.device).index_copy(0, rows, result.draft_top1_M))
     terms_KE = torch.stack(term_losses)
-    weights_E = torch.tensor(list(objective.kinds.values()), dtype=terms_KE.dtype, device=terms_KE.device)
+    weights_E = torch.tensor(list(objective.kinds.values()), dtype=terms_KE.dtype).to(device, non_blocking=True)
     return TTTOutput(
         loss=torch.stack([result.loss for result in results]).sum(),
         step_losses=(terms_KE * weights_E).sum(-1),  # not a product of matrices: autocast would round it

@@ -112,7 +112,7 @@ def sweep(
             results.grad_h[chunk.rows] = (z @ head).to(h.dtype)
         if results.grad_w.numel():
             add_head_gradient(results.grad_w, z, draft_rows)
-    weights = torch.tensor(list(kinds.values()), dtype=wide, device=h.device)
+    weights = torch.tensor(list(kinds.values()), dtype=wide).to(h.device, non_blocking=True)
     results.loss.copy_((row_weight.to(wide)[:, None] * results.terms * weights).sum())
 
 
@@ -180,7 +180,7 @@ def _plain_rows(kinds: dict[str, float], softcap: float) -> RowPass:
 def _fused_rows(kinds: dict[str, float], softcap: float, device: torch.device) -> RowPass:
     """Row pass of the C++ module or of Triton, whichever the dispatcher has for `device`."""
     weights = torch.tensor([kinds.get(name, 0.0) for name in KINDS])  # on the CPU: a launch reads them
-    asked = torch.tensor([KINDS.index(name) for name in kinds], device=device)
+    asked = torch.tensor([KINDS.index(name) for name in kinds]).to(device, non_blocking=True)
 
     def run(z: Tensor, t: Tensor, chunk: Chunk, row_weight: Tensor, verifier_centre: Tensor) -> tuple[Tensor, ...]:
         terms, overlap, draft_lse = z.new_empty(len(z), len(KINDS), dtype=torch.float32), *_floats(z, len(z), 2)

@@ -28,8 +28,12 @@ class Engine(Protocol):
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of one packed batch."""
 
-    def step(self) -> float:
-        """Clip, update, advance the schedule, clear gradients; returns the gradient norm before clipping."""
+    def step(self, finite: Tensor) -> float:
+        """Clip, update, advance the schedule, clear gradients; returns the gradient norm before clipping.
+
+        finite: bool scalar, whether the step's losses are. Nothing is updated where they or the gradients are not. The one place in
+        a training step that waits for the device.
+        """
 
     def drop_gradients(self) -> None:
         """Forget the gradients of this step; the schedule goes on as if it had been taken."""
@@ -60,9 +64,9 @@ class LocalEngine:
     def backward(self, loss: Tensor) -> None:
         loss.backward()
 
-    def step(self) -> float:
+    def step(self, finite: Tensor) -> float:
         norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.max_grad_norm)
-        if not torch.isfinite(norm):
+        if not (torch.isfinite(norm) & finite):
             self._clear()
         self._advance()
         return float(norm)

@@ -147,7 +147,7 @@ class Trainer:
             totals.sums["step_losses"] /= len(window)
         finite = torch.isfinite(totals.sums["step_losses"]).all()
         with self._timed("optimizer"):
-            norm = self.engine.step() if finite and counts.any() else self._skip_step()
+            norm = self.engine.step(finite) if counts.any() else self._skip_step()
         self.position.global_step += 1
         self._report(totals, norm, time.perf_counter() - began, bool(finite) and math.isfinite(norm), bool(counts.any()))
 

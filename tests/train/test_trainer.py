@@ -16,6 +16,7 @@ from train.runs import changed, prepared_run
 
 from eagle3_fast.config import RunConfig
 from eagle3_fast.errors import InputError, Interrupted
+from eagle3_fast.ops import select
 from eagle3_fast.train.checkpoint import latest_checkpoint
 from eagle3_fast.train.trainer import Trainer, train
 
@@ -399,3 +400,17 @@ def test_states_of_another_verifier_are_refused(run: RunConfig, tmp_path: Path) 
     other = toy_llama(tmp_path / "other", seed=1)
     with pytest.raises(InputError, match="verifier"):
         train(changed(into(run, tmp_path / "c"), **{"train.verifier": {"verifier_name_or_path": str(other)}}))
+
+
+def test_fused_ops_train_along_the_curve_of_the_reference(run: RunConfig, tmp_path: Path) -> None:
+    """Far closer to it than another seed is."""
+    curves = {}
+    for name, impl, seed in (("reference", "reference", 1), ("fused", "fused", 1), ("seed", "reference", 2)):
+        config = changed(into(run, tmp_path / name, epochs=4), ops={"impl": impl})
+        train(config.model_copy(update={"train": config.train.model_copy(update={"seed": seed})}))
+        curves[name] = torch.tensor([value["loss"] for value in metrics(tmp_path / name)])
+    select("auto")
+    steps = min(map(len, curves.values()))  # another seed packs into another number of batches
+    curves = {name: curve[:steps] for name, curve in curves.items()}
+    spread = (curves["seed"] - curves["reference"]).abs().max()
+    assert (curves["fused"] - curves["reference"]).abs().max() < 0.01 * spread
