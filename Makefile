@@ -10,7 +10,7 @@ SERVED = VLLM_CPU_KVCACHE_SPACE=2 HF_HUB_OFFLINE=1 $(VLLM_VENV)/bin/python tests
 
 # A CPU without bfloat16 instructions computes at a third of the speed: its demo takes a third of the chats.
 DEMO_SIZE = $(shell $(BIN)/python -c 'import torch; from eagle3_fast.precision import cpu_multiplies_bfloat16 as fast; \
-  print("" if torch.cuda.is_available() or fast() else "prepare.max_samples=640 evaluate.max_prompts=4")')
+  print("" if torch.cuda.is_available() or fast() else "prepare.max_samples=560 evaluate.max_prompts=4")')
 
 .PHONY: bench bench-smoke bench-peer-venv kernels-report demo test test-vllm test-vllm-short test-dist lint install clean
 
@@ -67,7 +67,7 @@ install: $(VENV)/.installed
 
 # torch comes first and on its own: the CPU build where there is no NVIDIA driver and the package index carries one, else the default build.
 # A CUDA build of torch brings the triton that it was made for; where none came, one is installed for the checks of the kernels.
-$(VENV)/.installed: requirements.lock pyproject.toml setup.py
+$(VENV)/.installed: requirements.lock pyproject.toml setup.py $(wildcard csrc/*)
 	$(PYTHON) -c 'import sys; assert (3, 10) <= sys.version_info[:2] <= (3, 13), "Python 3.10 to 3.13 is needed"'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q "setuptools>=77" wheel

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from setuptools import find_packages, setup
 
+HEADERS = sorted(str(path) for path in Path("csrc").glob("*.h"))
 SOURCES = sorted(str(path) for path in Path("csrc").glob("*.cpp"))
 FLAGS = [
     "-O3",
@@ -30,7 +31,7 @@ def extension() -> dict:
         from torch.utils.cpp_extension import BuildExtension, CppExtension
     except ImportError:
         return {}
-    module = CppExtension("eagle3_fast._C", SOURCES, extra_compile_args=FLAGS, py_limited_api=True)
+    module = CppExtension("eagle3_fast._C", SOURCES, extra_compile_args=FLAGS, depends=HEADERS, py_limited_api=True)
     return {
         "ext_modules": [module],
         "cmdclass": {"build_ext": BuildExtension.with_options(optional=True)},

@@ -9,7 +9,8 @@
 //     q_i (draft + reverse (log q_i - log p_i - KL(q | p)) + mean (sum q log(1 + p / q) - log(1 + p_i / q_i))
 //          + below (sum of q where q <= p - [q_i <= p_i])) - verifier p_i - best [i = argmax p]
 //
-// where log q_i - log m_i = log 2 - log(1 + p_i / q_i) was used, which keeps its digits where q_i dominates; so a weighted sum of divergences costs one sweep, whatever it is made of.
+// so a weighted sum of divergences costs one sweep, whatever it is made of. It is log q_i - log m_i = log 2 - log(1 + p_i / q_i), in the
+// form that keeps its digits where q_i dominates.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
@@ -208,7 +209,7 @@ Coefficients coefficients(const float* weights, const Sums& sums) {
       weights[kLkHybrid] * (1 - share);
   c.verifier = weights[kKlDiv] + weights[kLkHybrid] * share;
   c.best = weights[kCe];
-  c.reverse = weights[kRkl];
+  c.reverse = std::isinf(sums.reverse) ? 0 : weights[kRkl];  // infinite: reported, and no direction to go
   c.mean = 0.5f * weights[kJsd];
   c.below = total_variation;
   c.draft = c.verifier + c.best;
@@ -219,10 +220,11 @@ void write_terms(float* terms, float kl, float ce, const Sums& sums) {
   const float overlap = static_cast<float>(sums.overlap), share = hybrid_share(sums.overlap);
   terms[kKlDiv] = kl;
   terms[kRkl] = static_cast<float>(sums.reverse);
-  terms[kJsd] = std::max(0.0f, static_cast<float>(kLog2 - 0.5 * (sums.verifier_mean + sums.draft_mean)));
+  const float jsd = static_cast<float>(kLog2 - 0.5 * (sums.verifier_mean + sums.draft_mean));
+  terms[kJsd] = jsd < 0 ? 0 : jsd;
   terms[kCe] = ce;
   terms[kTv] = 1 - overlap;
-  terms[kNla] = -std::log(std::max(overlap, kOverlapFloor));
+  terms[kNla] = -std::log(overlap < kOverlapFloor ? kOverlapFloor : overlap);
   terms[kLkHybrid] = share * kl + (1 - share) * (1 - overlap);
 }
 
@@ -241,6 +243,9 @@ DraftRow draft_row(float* z, const VerifierRow& verifier, const float* weights, 
   const float kl = static_cast<float>(std::max(0.0, verifier.negative_entropy - mean + log_exps));
   const float ce = -log_softmax(z[verifier.top1], norm);
   Sums sums;
+  // Zero, or NaN where a logit was: comparisons pass it over, and a broken row must not look like a perfect one.
+  const double broken = 0.0 * (norm.log_sum + verifier.norm.log_sum);
+  sums.overlap = sums.draft_mean = sums.reverse = broken;
   const bool full = needs_sums(weights);
   if (full)
     in_blocks(size, [&](int64_t at, int64_t n) { add_sums(z + at, norm, verifier.logits + at, verifier.norm, verifier.p + at, n, sums); });
@@ -253,7 +258,7 @@ DraftRow draft_row(float* z, const VerifierRow& verifier, const float* weights, 
       sums.overlap += simple_gradient(z + at, norm, verifier.p + at, c.draft, c.verifier, n);
   });
   z[verifier.top1] -= c.best;
-  write_terms(terms, kl, ce, sums);
+  write_terms(terms, kl + static_cast<float>(broken), ce, sums);
   return {norm.lse(), static_cast<float>(sums.overlap), top1};
 }
 
@@ -271,23 +276,28 @@ void cap(float* t, float centre, float softcap, int64_t size) {
   for (int64_t i = 0; i < size; ++i) t[i] = t[i] == masked ? masked : softcap * std::tanh((t[i] + centre) / softcap);
 }
 
-void check(const Tensor& tensor, ScalarType dtype, const char* name) {
-  STD_TORCH_CHECK(tensor.scalar_type() == dtype && tensor.is_contiguous(), "row_divergence_: ", name, " has another dtype or stride");
+void check(const Tensor& tensor, ScalarType dtype, int64_t size, const char* name) {
+  STD_TORCH_CHECK(
+      tensor.scalar_type() == dtype && tensor.is_contiguous() && tensor.numel() == size,
+      "row_divergence_: ", name, " has another dtype, stride or size");
 }
 
 void row_divergence_(
-    Tensor z, Tensor t, Tensor first, Tensor row_weight, Tensor kind_weights, Tensor verifier_centre, double softcap, Tensor terms,
+    Tensor z, Tensor t, Tensor first, Tensor row_weight, Tensor kind_weights, Tensor verifier_centre, double softcap, bool form_gradient,
+    Tensor terms,
     Tensor draft_top1, Tensor verifier_top1, Tensor overlap, Tensor draft_lse, Tensor verifier_lse) {
   const bool wide = z.scalar_type() == ScalarType::Float;
   STD_TORCH_CHECK(wide || z.scalar_type() == ScalarType::BFloat16, "row_divergence_: logits must be float32 or bfloat16");
   STD_TORCH_CHECK(t.scalar_type() == z.scalar_type() && t.size(1) == z.size(1), "row_divergence_: logits of two kinds");
   STD_TORCH_CHECK(z.stride(1) == 1 && t.stride(1) == 1, "row_divergence_: logits of a row must lie side by side");
-  STD_TORCH_CHECK(first.size(0) == t.size(0) + 1 && terms.size(1) == kKinds, "row_divergence_: misshaped argument");
-  check(first, ScalarType::Int, "first");
-  for (const Tensor* tensor : {&row_weight, &kind_weights, &verifier_centre, &terms, &overlap, &draft_lse, &verifier_lse})
-    check(*tensor, ScalarType::Float, "a float argument");
-  check(draft_top1, ScalarType::Long, "draft_top1");
-  check(verifier_top1, ScalarType::Long, "verifier_top1");
+  const int64_t drafts = z.size(0), targets = t.size(0);
+  check(first, ScalarType::Int, targets + 1, "first");
+  check(kind_weights, ScalarType::Float, kKinds, "kind_weights");
+  check(terms, ScalarType::Float, drafts * kKinds, "terms");
+  for (const Tensor* tensor : {&row_weight, &overlap, &draft_lse}) check(*tensor, ScalarType::Float, drafts, "a draft row's number");
+  for (const Tensor* tensor : {&verifier_centre, &verifier_lse}) check(*tensor, ScalarType::Float, targets, "a verifier row's number");
+  check(draft_top1, ScalarType::Long, drafts, "draft_top1");
+  check(verifier_top1, ScalarType::Long, targets, "verifier_top1");
 
   const int64_t size = z.size(1), z_stride = z.stride(0), t_stride = t.stride(0);
   void *z_data = z.data_ptr(), *t_data = t.data_ptr();
@@ -295,6 +305,8 @@ void row_divergence_(
   const auto* weights = static_cast<const float*>(kind_weights.data_ptr());
   const auto* row_weights = static_cast<const float*>(row_weight.data_ptr());
   const auto* centres = static_cast<const float*>(verifier_centre.data_ptr());
+  STD_TORCH_CHECK(starts[0] == 0 && starts[targets] == drafts && std::is_sorted(starts, starts + targets + 1),
+      "row_divergence_: first must ascend from 0 to the number of draft rows");
   auto* terms_out = static_cast<float*>(terms.data_ptr());
   auto* draft_top1_out = static_cast<int64_t*>(draft_top1.data_ptr());
   auto* verifier_top1_out = static_cast<int64_t*>(verifier_top1.data_ptr());
@@ -302,7 +314,7 @@ void row_divergence_(
   auto* draft_lse_out = static_cast<float*>(draft_lse.data_ptr());
   auto* verifier_lse_out = static_cast<float*>(verifier_lse.data_ptr());
 
-  torch::stable::parallel_for(0, t.size(0), 1, [&](int64_t begin, int64_t end) {
+  torch::stable::parallel_for(0, targets, 1, [&](int64_t begin, int64_t end) {
     std::vector<float> p(size), t_space(wide ? 0 : size), z_space(wide ? 0 : size);
     for (int64_t row = begin; row < end; ++row) {
       float* logits = as_floats(t_data, wide, row, t_stride, size, t_space);
@@ -313,7 +325,7 @@ void row_divergence_(
       for (int64_t m = starts[row]; m < starts[row + 1]; ++m) {
         float* draft = as_floats(z_data, wide, m, z_stride, size, z_space);
         const DraftRow result = draft_row(draft, verifier, weights, row_weights[m], size, terms_out + m * kKinds);
-        if (!wide) narrow(draft, static_cast<uint16_t*>(z_data) + m * z_stride, size);
+        if (!wide && form_gradient) narrow(draft, static_cast<uint16_t*>(z_data) + m * z_stride, size);
         draft_top1_out[m] = result.top1;
         overlap_out[m] = result.overlap;
         draft_lse_out[m] = result.lse;

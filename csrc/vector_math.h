@@ -20,7 +20,7 @@ ALWAYS_INLINE To bits_as(From value) {
   return result;
 }
 
-// e^x for x <= 88, within 2 units in the last place; 0 below -87 (and for -inf), where float has no normal result.
+// e^x for x <= 88, within 2 units in the last place; 0 below -87 (and for -inf), just before float runs out of normal numbers.
 // x = n ln 2 + r with |r| <= ln 2 / 2, and Taylor's polynomial of degree 7 in r (remainder below 2^-27).
 ALWAYS_INLINE float vector_exp(float x) {
   const float clamped = x < -87.0f ? -87.0f : x;

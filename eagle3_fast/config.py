@@ -288,8 +288,8 @@ def parse_loss(text: str) -> dict[str, float]:
     for name, weight in terms.items():
         if name not in LOSS_TERMS:
             raise ValueError(f"unknown loss {name!r}{_nearest(name, LOSS_TERMS)}; known: {', '.join(LOSS_TERMS)}")
-        if isinstance(weight, bool) or not isinstance(weight, int | float):
-            raise ValueError(f"the weight of loss {name!r} must be a number, not {weight!r}")
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or weight == 0:
+            raise ValueError(f"the weight of loss {name!r} must be a number other than 0, not {weight!r}")
     return {name: float(weight) for name, weight in terms.items()}
 
 

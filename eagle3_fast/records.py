@@ -78,8 +78,11 @@ class PackedBatch:
     skipped: tuple[str, ...] = field(default=())  # samples that could not be used, each with its reason
 
     def to(self, device: str) -> PackedBatch:
-        """The same batch on `device`."""
-        move = {name: value.to(device, non_blocking=True) for name, value in vars(self).items() if hasattr(value, "to")}
+        """The same batch on `device`; a GPU fetches it from pinned memory while it computes."""
+        tensors = {name: value for name, value in vars(self).items() if hasattr(value, "to")}
+        if device != "cpu":
+            tensors = {name: value.pin_memory() for name, value in tensors.items()}
+        move = {name: value.to(device, non_blocking=True) for name, value in tensors.items()}
         return PackedBatch(**move, skipped=self.skipped)
 
 

@@ -4,7 +4,8 @@ Design: deferred, step-batched, verifier-aligned chunks. Nothing that enters the
 all TTT steps wait for the end of the loop; a chunk of verifier rows then comes with every draft row scored against them. The caller
 makes both logits with the library's GEMM, this kernel turns the draft's into their gradient, and two more GEMMs finish. That makes
 the GEMMs long, computes a verifier row's statistics once for all steps, and touches each logit for (4 + 2/T) V bytes a row in bf16
-where the peers' separate passes take 10 to 22 V. For hidden sizes from 2048 the GEMMs are all that remains to win: by the cost
+where the peers' separate passes take 10 to 22 V (row-centred storage adds one pass of the library: it lays the centre down before it
+multiplies). For hidden sizes from 2048 the GEMMs are all that remains to win: by the cost
 model this kernel is 4 % of their time at 4096 and 9 % at 2048 on an RTX PRO 6000, 18 % at 1024.
 
 Not here: the same sums in the epilogue of a GEMM of our own, which need not read the logits back. By the same model it would win
@@ -48,7 +49,7 @@ class Config(NamedTuple):
     num_warps: int
 
 
-CONFIGS = [Config(65_536, 2048, 8), Config(262_144, 4096, 16)]
+CONFIGS = [Config(65_536, 2048, 8), Config(2**31 - 1, 4096, 16)]
 """Fixed, not tuned at run time: tuning would rewrite the logits with every candidate. Eight columns a thread are one 128-bit load in
 bf16. Long rows get wide programs, so that fewer rows compete for the L2 cache."""
 
@@ -80,34 +81,37 @@ def row_divergence(
     Log-sum-exps: float32, of z as stored and of t as stored or capped.
 
     An infinite rkl (the verifier cannot take what the draft can) is reported as such and adds nothing to the gradient.
-    V is at most 262,144. With V and both row strides multiples of 16, memory is read 128 bits at a time. Raises ValueError.
+    With V and both row strides multiples of 16, memory is read 128 bits at a time. Raises ValueError.
     """
-    _validate(z_MV, t_RV, first_R1, terms_M7)
+    _validate(z_MV, t_RV, first_R1, row_weight_M, terms_M7)
     rows, vocab = t_RV.shape
     if not rows:
         return
     weights = dict(zip(KINDS, kind_weights.tolist(), strict=True))
     asked = {kind for kind, weight in weights.items() if weight}
     config = next(config for config in CONFIGS if vocab <= config.vocab)
-    results = (terms_M7, draft_top1_M, verifier_top1_R, overlap_M, draft_lse_M, verifier_lse_R)
-    _divergence_rows[(rows,)](
-        *(z_MV, t_RV, first_R1, row_weight_M, verifier_centre_R, verifier_softcap, *weights.values(), *results),
-        *(vocab, z_MV.stride(0), t_RV.stride(0)),
-        BLOCK=config.block,
-        CAPPED=verifier_softcap > 0,
-        FORM_GRADIENT=form_gradient,
-        NEEDS_SUMS=bool(asked & NEED_SUMS),
-        NEEDS_JSD="jsd" in asked,
-        num_warps=config.num_warps,
-        num_stages=1,
-        enable_fp_fusion=True,
-    )
+    with torch.cuda.device_of(z_MV):
+        results = (terms_M7, draft_top1_M, verifier_top1_R, overlap_M, draft_lse_M, verifier_lse_R)
+        _divergence_rows[(rows,)](
+            *(z_MV, t_RV, first_R1, row_weight_M, verifier_centre_R, verifier_softcap, *weights.values(), *results),
+            *(vocab, z_MV.stride(0), t_RV.stride(0)),
+            BLOCK=config.block,
+            CAPPED=verifier_softcap > 0,
+            FORM_GRADIENT=form_gradient,
+            NEEDS_SUMS=bool(asked & NEED_SUMS),
+            NEEDS_JSD="jsd" in asked,
+            num_warps=config.num_warps,
+            num_stages=1,
+            enable_fp_fusion=True,
+        )
 
 
-def _validate(z: Tensor, t: Tensor, first: Tensor, terms: Tensor) -> None:
-    if z.ndim != 2 or t.ndim != 2 or z.shape[1] != t.shape[1] or not 0 < t.shape[1] <= CONFIGS[-1].vocab:
+def _validate(z: Tensor, t: Tensor, first: Tensor, row_weight: Tensor, terms: Tensor) -> None:
+    if z.ndim != 2 or t.ndim != 2 or z.shape[1] != t.shape[1] or not t.shape[1]:
+        raise ValueError(f"row_divergence: expected z [M, V] and t [R, V], got {list(z.shape)} and {list(t.shape)}")
+    if row_weight.shape != z.shape[:1] or row_weight.dtype != torch.float32:
         raise ValueError(
-            f"row_divergence: expected z [M, V] and t [R, V], V at most 262144, got {list(z.shape)} and {list(t.shape)}"
+            f"row_divergence: row_weight must be float32 [{z.shape[0]}], got {row_weight.dtype} {list(row_weight.shape)}"
         )
     if z.stride(1) != 1 or t.stride(1) != 1:
         raise ValueError(f"row_divergence: columns of z and t must be adjacent, got strides {z.stride()} and {t.stride()}")
@@ -148,9 +152,12 @@ def _divergence_rows(
             z_row, t_row, vocab, q_max, q_log, p_max, p_log, p_top1, middle, cap, weight, kl_weight, ce_weight,
             BLOCK, CAPPED, FORM_GRADIENT and not NEEDS_SUMS, NEEDS_JSD,
         )  # fmt: skip
+        # Zero, or NaN where a logit was: comparisons above passed it over, and a broken row must not look like a perfect one.
+        broken = (q_log + p_log) * 0.0
+        kl, rkl, kl_p_mean, shared = kl + broken, rkl + broken, kl_p_mean + broken, shared + broken
         tl.store(overlap + row, shared)
         share = tl.exp(shared * -HYBRID_SHARPNESS)
-        floored = tl.maximum(shared, OVERLAP_FLOOR)
+        floored = tl.maximum(shared, OVERLAP_FLOOR) + broken
         out = terms + row * 7
         tl.store(out, kl)
         tl.store(out + 1, rkl)

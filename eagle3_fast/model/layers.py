@@ -183,7 +183,7 @@ class DraftLayer(nn.Module):
         attended = attend(self.self_attn.queries(x, rotary, share_q), keys, values)
         hidden = residual + self.self_attn.o_proj(attended.flatten(1))
         if self.recompute and torch.is_grad_enabled():
-            return checkpoint(self._feed_forward, hidden, use_reentrant=False)
+            return checkpoint(self._feed_forward, hidden, use_reentrant=False, preserve_rng_state=False)
         return self._feed_forward(hidden)
 
     def _feed_forward(self, hidden_NH: Tensor) -> Tensor:

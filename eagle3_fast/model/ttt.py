@@ -168,7 +168,7 @@ def score(
 
 
 def _next_tokens(draft: Draft, batch: PackedBatch, rows: Tensor) -> Tensor:
-    """Draft ids of the data's tokens after those that `rows` read, -1 where there is none: what the verifier probably says there."""
+    """Draft ids of the data's tokens after those that `rows` read, -1 where the draft has none: what the verifier probably says there."""
     return draft.draft_id(_ahead(batch.input_ids, 1)[rows])
 
 
@@ -241,7 +241,7 @@ def _summarise(
         chain = chain & spread
         full.append((chain[rows] & supervised).sum())
         marginal.append((right & supervised).sum())
-        term_losses.append(_step_scale(k, objective, divisor_K) * (result.terms_ME * supervised[:, None]).sum(0))
+        term_losses.append(_step_scale(k, objective, divisor_K) * result.terms_ME.masked_fill(~supervised[:, None], 0.0).sum(0))
         tokens.append(torch.full((size,), -1, device=rows.device).index_copy(0, rows, result.draft_top1_M))
     terms_KE = torch.stack(term_losses)
     weights_E = torch.tensor(list(objective.kinds.values()), dtype=terms_KE.dtype).to(device, non_blocking=True)
@@ -250,7 +250,7 @@ def _summarise(
         step_losses=(terms_KE * weights_E).sum(-1),  # not a product of matrices: autocast would round it
         term_losses=terms_KE,
         full_correct=torch.stack(full),
-        supervised=plan.counts.long(),
+        supervised=plan.counts.long().to(device, non_blocking=True),
         cond_total=torch.stack(cond),
         marginal_correct=torch.stack(marginal),
         draft_tokens=tuple(tokens),

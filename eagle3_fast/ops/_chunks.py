@@ -33,13 +33,13 @@ CHUNK_ROWS = {"cpu": (128, 2048), "cuda": (2048, 16384)}
 """Fewest and most rows of a chunk."""
 REFERENCE_ROWS = 128
 """Rows of a chunk under the plain row pass, which holds a handful of [rows, V] tensors beside the logits."""
-HEAD_SLAB = 2048
-"""Rows of the head whose gradient is formed at a time where the library cannot accumulate bfloat16 products in float32."""
+HEAD_SLAB = {"cpu": 2048, "cuda": 16384}
+"""Rows of the head whose gradient is formed at a time where products are in bfloat16 and their sum in float32."""
 
 torch.library.define(
     "eagle3_fast::row_divergence_",
     "(Tensor(a!) z, Tensor(b!) t, Tensor first, Tensor row_weight, Tensor kind_weights, Tensor verifier_centre, float softcap, "
-    "Tensor(c!) terms, Tensor(d!) draft_top1, Tensor(e!) verifier_top1, Tensor(f!) overlap, Tensor(g!) draft_lse, "
+    "bool form_gradient, Tensor(c!) terms, Tensor(d!) draft_top1, Tensor(e!) verifier_top1, Tensor(f!) overlap, Tensor(g!) draft_lse, "
     "Tensor(h!) verifier_lse) -> ()",
 )
 
@@ -89,7 +89,11 @@ def sweep(
     wide, dtype = results.terms.dtype, product_dtype(h, storage)
     head, verifier_head = w.to(dtype), u.to(dtype)
     centred = storage == "centred" and dtype == torch.bfloat16
-    run = _plain_rows(kinds, verifier_softcap) if storage == "reference" else _fused_rows(kinds, verifier_softcap, h.device)
+    run = (
+        _plain_rows(kinds, verifier_softcap)
+        if storage == "reference"
+        else _fused_rows(kinds, verifier_softcap, h.device, bool(results.grad_h.numel()))
+    )
     results.grad_w.zero_()
     for chunk in chunks(target_row, w.shape[0], storage, h.device):
         verifier_rows, draft_rows, weight = t[chunk.targets].to(dtype), h[chunk.rows].to(dtype), row_weight[chunk.rows].to(wide)
@@ -113,7 +117,8 @@ def sweep(
         if results.grad_w.numel():
             add_head_gradient(results.grad_w, z, draft_rows)
     weights = torch.tensor(list(kinds.values()), dtype=wide).to(h.device, non_blocking=True)
-    results.loss.copy_((row_weight.to(wide)[:, None] * results.terms * weights).sum())
+    weighted = row_weight.to(wide)[:, None] * results.terms * weights
+    results.loss.copy_(weighted.masked_fill(row_weight[:, None] == 0, 0.0).sum())  # such a row may be infinitely far off
 
 
 def product_dtype(h: Tensor, storage: str) -> torch.dtype:
@@ -139,11 +144,10 @@ def add_head_gradient(grad_w: Tensor, z: Tensor, h: Tensor) -> None:
     """grad_w += z^T h, accumulated in grad_w's dtype (float32 or float64) and without another tensor of the head's size."""
     if z.dtype == grad_w.dtype:
         grad_w.addmm_(z.T, h)
-    elif z.is_cuda:
-        torch.ops.aten.addmm.dtype_out(grad_w, z.T, h, grad_w.dtype, out=grad_w)
-    else:
-        for slab in range(0, len(grad_w), HEAD_SLAB):
-            grad_w[slab : slab + HEAD_SLAB] += z[:, slab : slab + HEAD_SLAB].T @ h
+        return
+    exact = {"out_dtype": grad_w.dtype} if z.is_cuda else {}  # the CPU library rounds each chunk's product, not the sum
+    for rows, columns in zip(grad_w.split(HEAD_SLAB[z.device.type]), z.split(HEAD_SLAB[z.device.type], dim=1), strict=True):
+        rows += torch.mm(columns.T, h, **exact)
 
 
 def _product(x: Tensor, head: Tensor, centre: Tensor) -> Tensor:
@@ -177,7 +181,7 @@ def _plain_rows(kinds: dict[str, float], softcap: float) -> RowPass:
     return run
 
 
-def _fused_rows(kinds: dict[str, float], softcap: float, device: torch.device) -> RowPass:
+def _fused_rows(kinds: dict[str, float], softcap: float, device: torch.device, form_gradient: bool) -> RowPass:
     """Row pass of the C++ module or of Triton, whichever the dispatcher has for `device`."""
     weights = torch.tensor([kinds.get(name, 0.0) for name in KINDS])  # on the CPU: a launch reads them
     asked = torch.tensor([KINDS.index(name) for name in kinds]).to(device, non_blocking=True)
@@ -187,7 +191,7 @@ def _fused_rows(kinds: dict[str, float], softcap: float, device: torch.device) -
         draft_top1, verifier_top1 = (x.new_empty(len(x), dtype=torch.int64) for x in (z, t))
         (verifier_lse,) = _floats(t, len(t), 1)
         torch.ops.eagle3_fast.row_divergence_(
-            z, t, chunk.first, row_weight, weights, verifier_centre.contiguous(), softcap,
+            z, t, chunk.first, row_weight, weights, verifier_centre.contiguous(), softcap, form_gradient,
             terms, draft_top1, verifier_top1, overlap, draft_lse, verifier_lse,
         )  # fmt: skip
         return terms[:, asked], draft_top1, verifier_top1[chunk.place], overlap, draft_lse, verifier_lse[chunk.place]
@@ -204,6 +208,7 @@ def _triton_rows(
     kind_weights: Tensor,
     verifier_centre: Tensor,
     softcap: float,
+    form_gradient: bool,
     terms: Tensor,
     draft_top1: Tensor,
     verifier_top1: Tensor,
@@ -214,7 +219,7 @@ def _triton_rows(
     from eagle3_fast.kernels.linear_divergence import row_divergence
 
     row_divergence(
-        z, t, first, row_weight, kind_weights, verifier_centre, softcap, True,
+        z, t, first, row_weight, kind_weights, verifier_centre, softcap, form_gradient,
         terms, draft_top1, verifier_top1, overlap, draft_lse, verifier_lse,
     )  # fmt: skip
 

@@ -30,6 +30,7 @@ def forward(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """Output [N, Q, D] and log-sum-exp [N, Q]; arguments and results are those of the op."""
+    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()  # the kernel trusts that a head's numbers lie side by side
     out, lse = q.new_zeros(q.shape), q.new_zeros(q.shape[:2], dtype=torch.float32)
     for rows, keys, mask in blocks(key_range, q.dtype):
         part, part_lse = _flash(*(_heads_first(x) for x in (q[rows], k[keys], v[keys])), attn_mask=mask, scale=scale)
@@ -59,6 +60,7 @@ def backward(
     scale: float,
 ) -> list[Tensor]:
     """Gradients of q, k, v, own keys and own values; arguments are those of the op."""
+    grad_out, q, k, v = grad_out.contiguous(), q.contiguous(), k.contiguous(), v.contiguous()
     grad_q, grad_k, grad_v = (torch.zeros(x.shape, dtype=torch.float32) for x in (q, k, v))
     for rows, keys, mask in blocks(key_range, q.dtype):
         arguments = (_heads_first(x) for x in (grad_out[rows], q[rows], k[keys], v[keys], out[rows]))

@@ -1,4 +1,4 @@
-"""Which implementation an op takes, and how its logits are stored: from the run file, or the variable EAGLE3_FAST_IMPL."""
+"""Which implementation an op takes, and how its logits are stored: from the run file; EAGLE3_FAST_IMPL where it says auto."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ def resolve(op: str, device_type: str, dtype: torch.dtype, unsupported: str | No
 
     unsupported: what the op itself found in its inputs that no fused kernel of it takes.
     """
-    impl = _selected.get("impl") or os.environ.get("EAGLE3_FAST_IMPL", "auto")
+    impl = _selected.get("impl", "auto")
+    impl = os.environ.get("EAGLE3_FAST_IMPL", "auto") if impl == "auto" else impl
     _check("implementation", impl, IMPLEMENTATIONS)
     lacking = "it was asked for" if impl == "reference" else unsupported or _lacking(op, device_type, dtype)
     if lacking is None:

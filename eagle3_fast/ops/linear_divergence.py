@@ -1,6 +1,6 @@
 """Contract of `linear_divergence`: a weighted sum of divergences between two distributions given as hidden state x head.
 
-The op knows nothing of TTT steps, masks or documents. Its caller compacts the rows (rows of weight zero never come here), folds
+The op knows nothing of TTT steps, masks or documents. Its caller compacts the rows (one of weight zero adds nothing), folds
 mask, step decay and divisor into `row_weight_M`, and names for each draft row the verifier row that it is scored against. One
 differentiable scalar comes out, so the gradients are formed in the forward sweep (`_chunks`), chunk by chunk: no [M, V] tensor
 outlives its chunk and the backward pass only scales what is there.
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eagle3_fast.ops._chunks import Results, sweep
+from eagle3_fast.ops._chunks import KINDS, Results, sweep
 from eagle3_fast.ops._dispatch import full_precision, logit_storage, resolve
 
 
@@ -197,5 +197,7 @@ def _validate(
         raise ValueError("linear_divergence: all tensors but target_row must be on one device")
     if target_row.device.type not in ("cpu", "meta"):
         raise ValueError(f"linear_divergence: target_row must be on the CPU, it is on {target_row.device}")
-    if not kinds:
-        raise ValueError("linear_divergence: no divergence asked for")
+    if len(target_row) and target_row.device.type == "cpu" and not 0 <= int(target_row.min()) <= int(target_row.max()) < len(t):
+        raise ValueError(f"linear_divergence: target_row must lie in 0..{len(t) - 1}, got {target_row.min()}..{target_row.max()}")
+    if not kinds or not kinds.keys() <= set(KINDS) or 0 in kinds.values():
+        raise ValueError(f"linear_divergence: kinds must give {', '.join(KINDS)} weights other than 0, got {kinds}")

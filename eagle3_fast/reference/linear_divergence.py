@@ -121,16 +121,16 @@ def logit_gradient(both: Distributions, kinds: list[str], kind_weights: list[flo
 
 
 def forward_kl(z_MV: Tensor, t_RV: Tensor, target_row_M: Tensor) -> tuple[RowDivergences, Tensor]:
-    """`row_divergences` and `logit_gradient` of forward KL alone, in half the passes over memory; finite logits only.
+    """`row_divergences` and `logit_gradient` of forward KL alone, in half the passes over memory.
 
     KL = sum p log p - sum p log q, the first once per verifier row; sum min(p, q) = 1 - |q - p|_1 / 2. Sums are torch's `sum`, which
     adds in pairs: dot products and norms add in sequence and lose three digits over a vocabulary.
     """
     log_q, log_p = z_MV.log_softmax(-1), t_RV.log_softmax(-1)
     p, draft_top1, verifier_top1 = log_p.exp(), z_MV.argmax(-1), t_RV.argmax(-1)
-    negative_entropy, verifier_lse = (p * log_p).sum(-1), _log_sum_exp(t_RV, log_p, verifier_top1)
+    negative_entropy, verifier_lse = _expected(p, log_p), _log_sum_exp(t_RV, log_p, verifier_top1)
     draft_lse, p = _log_sum_exp(z_MV, log_q, draft_top1), p[target_row_M]
-    terms = (negative_entropy[target_row_M] - (p * log_q).sum(-1)).clamp_min(0)
+    terms = (negative_entropy[target_row_M] - _expected(p, log_q)).clamp_min(0)
     gradient = log_q.exp_().sub_(p)
     overlap = (1 - 0.5 * gradient.abs().sum(-1)).clamp_min(0)
     top1, lse = verifier_top1[target_row_M], verifier_lse[target_row_M]
@@ -140,6 +140,11 @@ def forward_kl(z_MV: Tensor, t_RV: Tensor, target_row_M: Tensor) -> tuple[RowDiv
 def _log_sum_exp(x: Tensor, log_softmax: Tensor, top1: Tensor) -> Tensor:
     """Recovered at the largest entry, which is finite wherever any is: no further pass over the row."""
     return (x.gather(-1, top1[:, None]) - log_softmax.gather(-1, top1[:, None])).squeeze(-1)
+
+
+def _expected(a: Tensor, x: Tensor) -> Tensor:
+    """sum a x per row; entries with a = 0 add nothing, even where x is -inf."""
+    return (a * x.masked_fill(a == 0, 0.0)).sum(-1)
 
 
 def _kl(a: Tensor, log_a: Tensor, log_b: Tensor) -> Tensor:

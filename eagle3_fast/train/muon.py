@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim._muon import _adjust_lr
 
 from eagle3_fast.precision import arithmetic_dtype
 
@@ -35,8 +35,14 @@ class Muon(torch.optim.Muon):
         direction = gradient.lerp(average, momentum) if group["nesterov"] else average
         direction = orthogonalise(direction, group["ns_coefficients"], group["ns_steps"], group["eps"])
         parameter.mul_(1 - group["lr"] * group["weight_decay"])
-        rate = _adjust_lr(group["lr"], group["adjust_lr_fn"], parameter.shape)
+        rate = group["lr"] * _rate_factor(parameter.shape, group["adjust_lr_fn"])
         parameter.add_(direction.to(parameter.dtype), alpha=-rate)
+
+
+def _rate_factor(shape: torch.Size, rule: str | None) -> float:
+    """`original`: sqrt of rows over columns where there are more rows; `match_rms_adamw`: updates of AdamW's usual size."""
+    rows, columns = shape
+    return 0.2 * math.sqrt(max(rows, columns)) if rule == "match_rms_adamw" else math.sqrt(max(1, rows / columns))
 
 
 def orthogonalise(matrix: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:

@@ -244,6 +244,7 @@ class Trainer:
             "draft": draft.config.model_dump(mode="json", exclude={"speculators_config"}),
             "objective": asdict(self.objective),
             "compat": self.config.engine.compat,
+            "divisor": self.config.engine.divisor,
             "optimizer": self.config.train.optimizer.optimizer,
             "verifier": verifier_fingerprint(self.config.train.verifier.verifier_name_or_path),
         }

@@ -10,7 +10,7 @@ import torch
 
 from eagle3_fast.config import LOSS_TERMS
 from eagle3_fast.ops import linear_divergence, select
-from eagle3_fast.ops._chunks import _product, add_head_gradient
+from eagle3_fast.ops._chunks import KINDS, _product, add_head_gradient
 from eagle3_fast.reference import linear_divergence as reference
 from eagle3_fast.testing.budget import assert_within_budget
 from eagle3_fast.testing.cases import LINEAR_DIVERGENCE, LinearDivergenceCase
@@ -323,3 +323,50 @@ def test_opcheck() -> None:
 def test_wrong_inputs_are_named(change: dict, message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         linear_divergence(**{**ORDINARY.inputs(torch.float32), **change}, kinds={"kl_div": 1.0})
+
+
+@pytest.mark.parametrize("side", ["h_MH", "t_RG"])
+@pytest.mark.parametrize("kind", LOSS_TERMS)
+@pytest.mark.parametrize("name", ["fused", "reference"])
+def test_a_broken_row_is_not_a_perfect_one(side: str, kind: str, name: str, impl: Callable[..., None]) -> None:
+    """NaN in a hidden state is NaN in every divergence of its rows, and nowhere else."""
+    impl("auto" if name == "fused" else name)
+    inputs = ORDINARY.inputs(torch.float32)
+    inputs[side].data[3, 5] = math.nan
+    rows = torch.arange(ORDINARY.rows) == 3 if side == "h_MH" else inputs["target_row_M"] == 3
+    result = linear_divergence(**inputs, kinds={kind: 1.0})
+    assert torch.equal(result.overlap_M.isnan(), rows)
+    if kind == "ce" and side == "t_RG":
+        return  # reads nothing of the verifier but its top token
+    assert torch.equal(result.terms_ME[:, 0].isnan(), rows)
+    assert result.loss.isnan() or not rows.any()
+    assert result.draft_top1_M.max() < ORDINARY.vocab
+    assert result.verifier_top1_M.max() < ORDINARY.vocab
+
+
+def test_a_row_of_weight_zero_adds_nothing_however_far_off() -> None:
+    inputs = ORDINARY.inputs(torch.float32)
+    inputs["row_weight_M"][3] = 0
+    expected = linear_divergence(**inputs, kinds={"kl_div": 1.0}).loss
+    inputs["h_MH"].data[3] = math.nan
+    assert torch.equal(linear_divergence(**inputs, kinds={"kl_div": 1.0}).loss, expected)
+
+
+def test_kinds_stand_in_one_order_everywhere() -> None:
+    assert LOSS_TERMS == KINDS
+    kernels = pytest.importorskip("eagle3_fast.kernels.linear_divergence", reason="Triton is not installed", exc_type=ImportError)
+    assert kernels.KINDS == KINDS
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"target_row_M": torch.full((37,), -1)}, "target_row must lie in 0..18"),
+        ({"target_row_M": torch.full((37,), 19)}, "target_row must lie in 0..18"),
+        ({"kinds": {"foo": 1.0}}, "kinds must give"),
+        ({"kinds": {"kl_div": 1.0, "jsd": 0.0}}, "weights other than 0"),
+    ],
+)
+def test_indices_and_kinds_are_checked(change: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        linear_divergence(**{**ORDINARY.inputs(torch.float32), "kinds": {"kl_div": 1.0}, **change})

@@ -148,3 +148,15 @@ def test_wrong_inputs_are_named(change: dict, message: str) -> None:
     inputs = TTTAttentionCase("ordinary", (17,)).inputs(torch.float32)
     with pytest.raises((ValueError, TypeError), match=message):
         ttt_attention(**{**inputs, **change})
+
+
+def test_strided_inputs(impl: None) -> None:
+    inputs = TTT_ATTENTION[3].inputs(torch.float32)
+    expected, gradients = ours(inputs)
+    for name in ("q_NQD", "k_TKD", "v_TKD"):
+        value = inputs[name].detach()
+        inputs[name] = value.permute(2, 0, 1).contiguous().permute(1, 2, 0).requires_grad_()
+        assert inputs[name].stride(-1) != 1
+    out, strided = ours(inputs)
+    assert torch.allclose(out, expected, rtol=1e-6, atol=1e-7)
+    assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(strided, gradients, strict=True))
