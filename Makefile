@@ -10,7 +10,7 @@ SERVED = VLLM_CPU_KVCACHE_SPACE=2 HF_HUB_OFFLINE=1 $(VLLM_VENV)/bin/python tests
 
 # A CPU without bfloat16 instructions computes at a third of the speed: its demo takes a third of the chats.
 DEMO_SIZE = $(shell $(BIN)/python -c 'import torch; from eagle3_fast.precision import cpu_multiplies_bfloat16 as fast; \
-  print("" if torch.cuda.is_available() or fast() else "prepare.max_samples=560 evaluate.max_prompts=4")')
+  print("" if torch.cuda.is_available() or fast() else "prepare.max_samples=560 evaluate.max_prompts=4 evaluate.max_new_tokens=64")')
 
 .PHONY: bench bench-smoke bench-peer-venv kernels-report demo test test-vllm test-vllm-short test-dist lint install clean
 

@@ -88,7 +88,7 @@ def main() -> None:
         print(f"{checkpoint}\n| KL of the rows | rows | " + " | ".join(STORAGES) + " |\n|---|---|" + "---|" * len(STORAGES))
         for band in result[checkpoint]:
             print(f"| {band['kl']:.3f} | {band['rows']} | " + " | ".join(f"{band[name]:.2%}" for name in STORAGES) + " |")
-    output = Path("build/bench/logit_precision.json")
+    output = Path("build/logit_precision.json")
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps(result, indent=1))
 

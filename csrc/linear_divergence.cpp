@@ -109,14 +109,15 @@ EVERY_INSTRUCTION_SET float normalise(const float* t, Normaliser norm, float* p,
   return sum;
 }
 
-// sum e^(z - shift), and sum p (z - shift) where p > 0
-EVERY_INSTRUCTION_SET void exp_sum_and_mean(const float* z, float shift, const float* p, int64_t n, double& exps, double& mean) {
+// sum e^(z - shift), and sum p (z - shift) where p > 0. `keep`: the exponentials stay where the logits were.
+EVERY_INSTRUCTION_SET void exp_sum_and_mean(float* z, float shift, const float* p, bool keep, int64_t n, double& exps, double& mean) {
   float exp_part = 0, mean_part = 0;
 #pragma omp simd reduction(+ : exp_part, mean_part)
   for (int64_t i = 0; i < n; ++i) {
-    const float x = z[i] - shift;
-    exp_part += vector_exp(x);
+    const float x = z[i] - shift, power = vector_exp(x);
+    exp_part += power;
     mean_part += p[i] > 0 ? p[i] * x : 0.0f;
+    z[i] = keep ? power : z[i];
   }
   exps += exp_part;
   mean += mean_part;
@@ -141,14 +142,14 @@ EVERY_INSTRUCTION_SET void add_sums(
   sums.verifier_mean += verifier_mean;
 }
 
-// The gradient over z where no sums are needed; returns sum min(p, q).
-EVERY_INSTRUCTION_SET float simple_gradient(float* z, Normaliser norm, const float* p, float draft, float verifier, int64_t n) {
+// The gradient over e^(z - largest), `scale` times which is q, where no sums are needed; returns sum min(p, q).
+EVERY_INSTRUCTION_SET float simple_gradient(float* powers, float scale, const float* p, float draft, float verifier, int64_t n) {
   float overlap = 0;
 #pragma omp simd reduction(+ : overlap)
   for (int64_t i = 0; i < n; ++i) {
-    const float q = vector_exp(log_softmax(z[i], norm));
+    const float q = powers[i] * scale;
     overlap += q < p[i] ? q : p[i];
-    z[i] = draft * q - verifier * p[i];
+    powers[i] = draft * q - verifier * p[i];
   }
   return overlap;
 }
@@ -236,26 +237,28 @@ struct DraftRow {
 // Scores the draft logits z against a verifier row and writes the gradient, times `row_weight`, over them.
 DraftRow draft_row(float* z, const VerifierRow& verifier, const float* weights, float row_weight, int64_t size, float* terms) {
   const auto [best, top1] = first_largest(z, size);
+  const bool full = needs_sums(weights);
+  const float target = z[verifier.top1];
   double exps = 0, mean = 0;
-  in_blocks(size, [&, best = best](int64_t at, int64_t n) { exp_sum_and_mean(z + at, best, verifier.p + at, n, exps, mean); });
+  in_blocks(size, [&, best = best](int64_t at, int64_t n) { exp_sum_and_mean(z + at, best, verifier.p + at, !full, n, exps, mean); });
   const double log_exps = std::log(exps);
   const Normaliser norm{best, static_cast<float>(log_exps)};
   const float kl = static_cast<float>(std::max(0.0, verifier.negative_entropy - mean + log_exps));
-  const float ce = -log_softmax(z[verifier.top1], norm);
+  const float ce = -log_softmax(target, norm);
   Sums sums;
   // Zero, or NaN where a logit was: comparisons pass it over, and a broken row must not look like a perfect one.
   const double broken = 0.0 * (norm.log_sum + verifier.norm.log_sum);
   sums.overlap = sums.draft_mean = sums.reverse = broken;
-  const bool full = needs_sums(weights);
   if (full)
     in_blocks(size, [&](int64_t at, int64_t n) { add_sums(z + at, norm, verifier.logits + at, verifier.norm, verifier.p + at, n, sums); });
   Coefficients c = coefficients(weights, sums);
   for (float* value : {&c.draft, &c.reverse, &c.mean, &c.below, &c.verifier, &c.best}) *value *= row_weight;
+  const float scale = static_cast<float>(1 / exps);
   in_blocks(size, [&](int64_t at, int64_t n) {
     if (full)
       full_gradient(z + at, norm, verifier.logits + at, verifier.norm, verifier.p + at, c, sums, n);
     else
-      sums.overlap += simple_gradient(z + at, norm, verifier.p + at, c.draft, c.verifier, n);
+      sums.overlap += simple_gradient(z + at, scale, verifier.p + at, c.draft, c.verifier, n);
   });
   z[verifier.top1] -= c.best;
   write_terms(terms, kl + static_cast<float>(broken), ce, sums);

@@ -26,9 +26,9 @@ from eagle3_fast.reference import linear_divergence as reference
 
 KINDS = ("kl_div", "rkl", "jsd", "ce", "tv", "nla", "lk_hybrid")
 """Order of the divergences in the row pass's weights and terms."""
-CHUNK_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 27}
+CHUNK_ELEMENTS = {"cpu": 1 << 25, "cuda": 1 << 27}
 """Draft logits held at a time. On a GPU the weight gradient's read-modify-write must stay small beside its product, which asks for
-some 4,096 rows at a vocabulary of 32,000; on a CPU 512 rows give the products their full rate."""
+some 4,096 rows at a vocabulary of 32,000; on a CPU a thousand rows give the products their full rate."""
 CHUNK_ROWS = {"cpu": (128, 2048), "cuda": (2048, 16384)}
 """Fewest and most rows of a chunk."""
 REFERENCE_ROWS = 128
@@ -95,15 +95,21 @@ def sweep(
         else _fused_rows(kinds, verifier_softcap, h.device, bool(results.grad_h.numel()))
     )
     results.grad_w.zero_()
-    for chunk in chunks(target_row, w.shape[0], storage, h.device):
+    cut = chunks(target_row, w.shape[0], storage, h.device)
+    # One buffer a side for all chunks: fresh memory for each would be touched for the first time by the product.
+    draft_space, verifier_space = (
+        head.new_empty(max((len(part) for part in parts), default=0), len(head))
+        for parts in ([chunk.rows for chunk in cut], [chunk.targets for chunk in cut])
+    )
+    for chunk in cut:
         verifier_rows, draft_rows, weight = t[chunk.targets].to(dtype), h[chunk.rows].to(dtype), row_weight[chunk.rows].to(wide)
         verifier_centre = draft_centre = torch.zeros((), dtype=wide, device=h.device)
         if centred and anchor is not None:
             verifier_centre = _logit_at(verifier_rows, verifier_head, anchor[chunk.targets])
-        verifier_logits = _product(verifier_rows, verifier_head, verifier_centre)
+        verifier_logits = _product(verifier_rows, verifier_head, verifier_centre, verifier_space)
         if centred:
             draft_centre = _logit_at(draft_rows, head, verifier_logits.argmax(-1)[chunk.place])
-        z = _product(draft_rows, head, draft_centre)
+        z = _product(draft_rows, head, draft_centre, draft_space)
         rows = run(z, verifier_logits, chunk, weight, verifier_centre.expand(len(chunk.targets)))
         _store_rows(
             results,
@@ -150,11 +156,12 @@ def add_head_gradient(grad_w: Tensor, z: Tensor, h: Tensor) -> None:
         rows += torch.mm(columns.T, h, **exact)
 
 
-def _product(x: Tensor, head: Tensor, centre: Tensor) -> Tensor:
-    """x head^T - centre of each row. The GEMM adds the centre before it rounds, so a bfloat16 result is rounded once."""
+def _product(x: Tensor, head: Tensor, centre: Tensor, space: Tensor) -> Tensor:
+    """x head^T - centre of each row, in `space`. The GEMM adds the centre before it rounds, so a bfloat16 result is rounded once."""
+    out = space[: len(x)]
     if centre.ndim == 0:
-        return x @ head.T
-    return torch.addmm(-centre.to(x.dtype)[:, None].expand(len(x), len(head)), x, head.T)
+        return torch.mm(x, head.T, out=out)
+    return torch.addmm(-centre.to(x.dtype)[:, None].expand_as(out), x, head.T, out=out)
 
 
 def _logit_at(x: Tensor, head: Tensor, entry: Tensor) -> Tensor:

@@ -111,11 +111,11 @@ def test_centring_changes_no_result(impl: Callable[..., None], monkeypatch: pyte
 
 def test_the_product_subtracts_the_centre_before_it_rounds() -> None:
     x, head = torch.full((1, 1), 256.0, dtype=torch.bfloat16), torch.tensor([[1.0], [1.0078125]], dtype=torch.bfloat16)
-    assert _product(x, head, torch.tensor([256.0])).tolist() == [[0.0, 2.0]]
+    assert _product(x, head, torch.tensor([256.0]), head.new_empty(1, 2)).tolist() == [[0.0, 2.0]]
     assert (x @ head.T - 256).tolist() == [[0.0, 2.0]]
     small = torch.tensor([[1.0, 2**-9]], dtype=torch.bfloat16)
     ones = torch.ones(1, 2, dtype=torch.bfloat16)
-    assert _product(small, ones, torch.tensor([1.0])).item() == 2**-9
+    assert _product(small, ones, torch.tensor([1.0]), ones.new_empty(1, 1)).item() == 2**-9
     assert (small @ ones.T).item() == 1.0
 
 
