@@ -151,9 +151,9 @@ def add_head_gradient(grad_w: Tensor, z: Tensor, h: Tensor) -> None:
     if z.dtype == grad_w.dtype:
         grad_w.addmm_(z.T, h)
         return
-    exact = {"out_dtype": grad_w.dtype} if z.is_cuda else {}  # the CPU library rounds each chunk's product, not the sum
     for rows, columns in zip(grad_w.split(HEAD_SLAB[z.device.type]), z.split(HEAD_SLAB[z.device.type], dim=1), strict=True):
-        rows += torch.mm(columns.T, h, **exact)
+        # The CPU library has no float32 result of bfloat16 factors: it rounds each chunk's product, though not the sum.
+        rows += torch.ops.aten.mm.dtype(columns.T, h, grad_w.dtype) if z.is_cuda else columns.T @ h
 
 
 def _product(x: Tensor, head: Tensor, centre: Tensor, space: Tensor) -> Tensor:
