@@ -18,6 +18,7 @@ from eagle3_fast.config import RunConfig
 from eagle3_fast.errors import InputError, Interrupted
 from eagle3_fast.ops import select
 from eagle3_fast.train.checkpoint import latest_checkpoint
+from eagle3_fast.train.engine import LocalEngine
 from eagle3_fast.train.trainer import Trainer, train
 
 
@@ -318,7 +319,7 @@ def test_the_best_link_survives_a_resume(run: RunConfig, tmp_path: Path, side_fi
     assert (tmp_path / "checkpoint_best").resolve() == tmp_path / "0"
 
 
-def _ruin(engine: object) -> float:
+def _ruin(engine: LocalEngine, finite: torch.Tensor) -> float:
     with torch.no_grad():
         engine.draft.norm.weight.fill_(-3.0)
     engine.drop_gradients()
