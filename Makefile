@@ -8,7 +8,7 @@ BENCH ?= --preset smollm2 --threads 1,2 -k v32000-s2048
 
 SERVED = VLLM_CPU_KVCACHE_SPACE=2 HF_HUB_OFFLINE=1 $(VLLM_VENV)/bin/python tests/vllm/served.py --prompts examples/heldout.jsonl
 
-# A CPU without bfloat16 instructions computes at a third of the speed: its demo takes a third of the chats.
+# A CPU without bfloat16 instructions is slower by a multiple: its demo takes about a quarter of the chats.
 DEMO_SIZE = $(shell $(BIN)/python -c 'import torch; from eagle3_fast.precision import cpu_multiplies_bfloat16 as fast; \
   print("" if torch.cuda.is_available() or fast() else "prepare.max_samples=560 evaluate.max_prompts=4 evaluate.max_new_tokens=64")')
 

@@ -212,8 +212,8 @@ class OpsSection(Section):
     impl: Literal["auto", "fused", "reference"] = "auto"
     logits: Literal["centred", "float32", "bfloat16"] = Field(
         "centred",
-        description="storage of logits in fused ops: bfloat16 relative to a likely token, float32 (about a third of the speed on "
-        "CPUs with bfloat16 instructions), or plain bfloat16 (4 to 39 % error in gradients)",
+        description="storage of logits in fused ops: bfloat16 relative to a likely token, float32 (slower where the "
+        "hardware multiplies bfloat16), or plain bfloat16 (several percent of error in gradients)",
     )
 
 

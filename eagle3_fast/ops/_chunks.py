@@ -110,14 +110,10 @@ def sweep(
         if centred:
             draft_centre = _logit_at(draft_rows, head, verifier_logits.argmax(-1)[chunk.place])
         z = _product(draft_rows, head, draft_centre, draft_space)
-        rows = run(z, verifier_logits, chunk, weight, verifier_centre.expand(len(chunk.targets)))
-        _store_rows(
-            results,
-            chunk.rows,
-            rows,
-            draft_centre,
-            0 if verifier_softcap else verifier_centre.expand(len(chunk.targets))[chunk.place],
-        )
+        verifier_centre = verifier_centre.expand(len(chunk.targets))
+        rows = run(z, verifier_logits, chunk, weight, verifier_centre)
+        # Capped logits are whole again: the row pass has put their centre back.
+        _store_rows(results, chunk.rows, rows, draft_centre, 0 if verifier_softcap else verifier_centre[chunk.place])
         if results.grad_h.numel():
             results.grad_h[chunk.rows] = (z @ head).to(h.dtype)
         if results.grad_w.numel():

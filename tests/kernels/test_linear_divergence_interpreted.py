@@ -208,6 +208,18 @@ def check_softcap_of_centred_verifier_logits(dtype: torch.dtype) -> None:
     assert_agrees(actual, z, capped, (2, 1, 1), MIX)
 
 
+def check_a_broken_row_is_not_a_perfect_one() -> None:
+    """NaN among the logits of either side is NaN in the divergences, the overlap and the gradient of its rows, and nowhere else."""
+    for side, broken in ((0, [False, True, False, False]), (1, [False, False, True, True])):
+        logits = [normal(4, 300), normal(2, 300, seed=1)]
+        logits[side][1, 7] = torch.nan
+        for kinds in ({"kl_div": 1.0}, {"tv": 1.0}, {"lk_hybrid": 1.0}):
+            actual, rows = run(*logits, (2, 2), kinds), torch.tensor(broken)
+            assert torch.equal(actual.terms_M7[:, KINDS.index(next(iter(kinds)))].isnan(), rows)
+            assert torch.equal(actual.overlap_M.isnan(), rows)
+            assert torch.equal(actual.z_MV.isnan().any(1), rows)
+
+
 def check_weights_of_zero() -> None:
     z, t = normal(3, 257), normal(2, 257, seed=1)
     weight = torch.tensor([0.5, 0.0, 0.0])
