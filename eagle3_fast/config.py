@@ -239,6 +239,16 @@ class EngineSection(Section):
     deterministic: bool = Field(True, description="bit-exact kernels where torch has a choice")
 
 
+class DeepSpeedSection(Section):
+    """How several processes share a run; read only where a launcher started them."""
+
+    stage: Literal[0, 1, 2, 3] = Field(3, description="ZeRO: what is split over the ranks; 1 optimizer, 2 gradients too, 3 weights too")
+    offload_optimizer: bool = Field(False, description="keep masters and optimizer states in host memory and update them there")
+    overlap_communication: bool = Field(True, description="reduce gradients while the backward pass goes on")
+    config: str | None = Field(None, description="DeepSpeed JSON whose keys are added to those that the run file sets")
+    join_timeout: float = Field(120, gt=0, description="seconds to wait for all ranks at the start, and for one collective then")
+
+
 class EvaluateSection(Section):
     prompts: list[str] = Field([], description="files of prompts outside the training set")
     draft_tokens: int = Field(3, ge=1, description="tokens drafted before each verifier pass")
@@ -263,6 +273,7 @@ class RunConfig(Section):
     extract: ExtractSection = ExtractSection()
     ops: OpsSection = OpsSection()
     engine: EngineSection = EngineSection()
+    deepspeed: DeepSpeedSection = DeepSpeedSection()
     evaluate: EvaluateSection = EvaluateSection()
     export: ExportSection = ExportSection()
 
