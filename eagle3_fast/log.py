@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Iterable
 from typing import Any
@@ -13,10 +14,11 @@ _said: set[str] = set()
 
 def configure(level: int = logging.INFO) -> None:
     """Send the package's log to standard error. Called by the command line only; a library user keeps their own handlers."""
+    rank = int(os.environ.get("RANK", "0"))  # set by a launcher of several processes; all but the first say only what is wrong
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(message)s"))
+    handler.setFormatter(logging.Formatter("%(message)s" if rank == 0 else f"[rank {rank}] %(message)s"))
     logger.handlers[:] = [handler]
-    logger.setLevel(level)
+    logger.setLevel(level if rank == 0 else logging.WARNING)
     logger.propagate = False
 
 
@@ -32,4 +34,5 @@ def progress(items: Iterable[Any] | None = None, **options: Any) -> Any:
     from tqdm import tqdm
 
     interval = 0.1 if sys.stderr.isatty() else 10.0
-    return tqdm(items, file=sys.stderr, mininterval=interval, dynamic_ncols=True, **options)
+    silent = os.environ.get("RANK", "0") != "0"
+    return tqdm(items, file=sys.stderr, mininterval=interval, dynamic_ncols=True, disable=silent, **options)

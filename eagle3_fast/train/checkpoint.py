@@ -2,7 +2,7 @@
 
 {save_path}/{epoch}/   config.json, model.safetensors   the draft as it would be served
                        engine_state.pt                  float32 masters, optimizers, schedules, random state
-                       training_state.json              epoch, local_step (batches done in it), global_step, what the run depends on
+                       training_state.json              epoch, local_step (steps done in it), global_step, what the run depends on
                        val_metrics.json                 of the validation that followed, if one did
 {save_path}/epoch{E}_end | epoch{E}_step{N} -> {epoch}   where it stands
 {save_path}/checkpoint_best -> {epoch}                   lowest validation loss so far
@@ -10,58 +10,116 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import os
 import pickle
 import random
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 
 from eagle3_fast.errors import InputError
 from eagle3_fast.files import read_json, write_json, written_aside
 from eagle3_fast.log import logger
 from eagle3_fast.model.draft import save_draft
 from eagle3_fast.train.engine import Engine
+from eagle3_fast.train.ranks import Ranks
 
 
 @dataclass
 class Position:
-    """Where a run stands. `local_step` counts packed batches of the epoch; 0 of epoch E means that E has not begun."""
+    """Where a run stands, in optimizer steps. `local_step` counts those of the epoch; 0 of epoch E means that E has not begun."""
 
     epoch: int = 0
     local_step: int = 0
-    global_step: int = 0  # optimizer steps
+    global_step: int = 0
 
 
-def save_checkpoint(save_path: Path, engine: Engine, position: Position, depends_on: dict[str, Any], finished_epoch: bool) -> Path:
-    """Write the checkpoint of the epoch under way (or just finished) and point its link at it; returns its folder."""
+@contextmanager
+def locked(save_path: Path) -> Iterator[None]:
+    """Keep other runs out of the folder until the block ends; the lock goes with the process, however that ends."""
+    save_path.mkdir(parents=True, exist_ok=True)
+    with (save_path / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise InputError(f"{save_path}: another run is training into this folder; stop it or give another save_path") from None
+        yield
+
+
+def save_checkpoint(
+    save_path: Path, engine: Engine, ranks: Ranks, position: Position, depends_on: dict[str, Any], finished_epoch: bool
+) -> Path:
+    """Write the checkpoint of the epoch under way (or just finished) and point its link at it; returns its folder.
+
+    Every rank takes part in gathering the state, the first one writes. Raises InputError, on all ranks, where the disk takes no more:
+    the checkpoints before are untouched.
+    """
     name = str(position.epoch - 1 if finished_epoch else position.epoch)
-    folder, partial, old = save_path / name, save_path / f".{name}.partial", save_path / f".{name}.old"
-    for leftover in (partial, old):
-        shutil.rmtree(leftover, ignore_errors=True)
-    partial.mkdir(parents=True)
-    save_draft(engine.draft, partial)
-    with written_aside(partial / "engine_state.pt") as path:
-        torch.save({"engine": engine.state_dict(), "random": _random_state()}, path)
-    write_json(partial / "training_state.json", {**asdict(position), "depends_on": depends_on})
+    state = {"engine": engine.state_dict(), "random": _random_state()}
+    about = {**asdict(position), "ranks": ranks.size, "depends_on": depends_on}
+
+    def write() -> None:
+        partial = save_path / f".{name}.partial"
+        shutil.rmtree(partial, ignore_errors=True)
+        try:
+            partial.mkdir(parents=True)
+            save_draft(draft, partial)
+            with written_aside(partial / "engine_state.pt") as path:
+                torch.save(state, path)
+            write_json(partial / "training_state.json", about)
+        except (OSError, RuntimeError, SafetensorError) as error:  # safetensors and torch have errors of their own for a full disk
+            shutil.rmtree(partial, ignore_errors=True)
+            raise InputError(
+                f"{save_path}: checkpoint {name} cannot be written ({error}); earlier ones are untouched. Make room "
+                "(engine.keep_last limits how many are kept) and run the same command again"
+            ) from None
+        _put_in_place(save_path, name, partial, f"epoch{name}_end" if finished_epoch else f"epoch{name}_step{position.local_step}")
+
+    with engine.whole_draft() as draft:
+        ranks.on_first(write)
+    return save_path / name
+
+
+def _put_in_place(save_path: Path, name: str, partial: Path, link: str) -> None:
+    """Give a whole checkpoint its name; the one that had it goes."""
+    folder, old, best = save_path / name, save_path / f".{name}.old", save_path / "checkpoint_best"
+    shutil.rmtree(old, ignore_errors=True)
     if folder.exists():
-        best = save_path / "checkpoint_best"
         if best.is_symlink() and best.resolve() == folder.resolve():
             best.unlink()  # what it praised is about to be replaced
         folder.rename(old)
     partial.rename(folder)
     shutil.rmtree(old, ignore_errors=True)
+    _drop_links(save_path, name)
+    _point(save_path / link, name)
+
+
+def _drop_links(save_path: Path, name: str) -> None:
     for link in save_path.glob(f"epoch{name}_*"):
         if link.is_symlink():
             link.unlink()
-    _point(save_path / (f"epoch{name}_end" if finished_epoch else f"epoch{name}_step{position.local_step}"), name)
-    return folder
+
+
+def drop_old(save_path: Path, keep_last: int | None) -> None:
+    """Delete checkpoints of this trainer but the newest `keep_last` and the best one; what it did not write stays."""
+    if keep_last is None:
+        return
+    best = (save_path / "checkpoint_best").resolve()
+    for _, folder in _numbered(save_path)[:-keep_last]:
+        if _is_whole(folder) and folder != best:
+            logger.info("%s: deleted, engine.keep_last is %d", folder, keep_last)
+            shutil.rmtree(folder)
+            _drop_links(save_path, folder.name)
 
 
 def record_validation(save_path: Path, folder: Path, metrics: dict[str, Any]) -> None:
@@ -91,12 +149,23 @@ def latest_checkpoint(save_path: Path) -> Path | None:
         whole = save_path / old.name[1:].removesuffix(".old")
         if not whole.exists():  # killed between the two renames
             old.rename(whole)
-    numbered = sorted((int(path.name), path) for path in save_path.glob("*") if path.name.isdigit() and path.is_dir())
-    for _, path in reversed(numbered):
-        if (path / "training_state.json").is_file() and (path / "engine_state.pt").is_file():
-            return path
-        logger.warning("%s: not a whole checkpoint, passed over", path)
+    for partial in save_path.glob(".*.partial"):
+        if partial.is_dir():
+            logger.warning("%s: a save was cut short, passed over", partial)
+    for _, folder in reversed(_numbered(save_path)):
+        if _is_whole(folder):
+            return folder
+        logger.warning("%s: not a whole checkpoint, passed over", folder)
     return None
+
+
+def _numbered(save_path: Path) -> list[tuple[int, Path]]:
+    """Folders named by an epoch, oldest first."""
+    return sorted((int(path.name), path) for path in save_path.resolve().glob("*") if path.name.isdigit() and path.is_dir())
+
+
+def _is_whole(folder: Path) -> bool:
+    return (folder / "training_state.json").is_file() and (folder / "engine_state.pt").is_file()
 
 
 def servable_checkpoint(save_path: Path) -> Path:
@@ -108,24 +177,33 @@ def servable_checkpoint(save_path: Path) -> Path:
     return folder
 
 
-def load_checkpoint(folder: Path, engine: Engine, depends_on: dict[str, Any]) -> Position:
-    """Put weights, optimizer, schedule and random state back; refuses a run that depends on something else than the saved one."""
+def saved_slots(folder: Path) -> tuple[int, int]:
+    """Batches of an optimizer step, and the ranks that shared them, of the run that wrote a checkpoint."""
     state = read_json(folder / "training_state.json")
-    saved = state.pop("depends_on")
+    return state["depends_on"]["batches of a step"], state["ranks"]
+
+
+def load_checkpoint(folder: Path, engine: Engine, depends_on: dict[str, Any]) -> Position:
+    """Put weights, optimizer, schedule and random state back; refuses a run that depends on something else than the saved one.
+
+    The number of ranks, their ZeRO stage and the learning rate may be others.
+    """
+    state = read_json(folder / "training_state.json")
+    saved = state["depends_on"]
     changed = [f"{name} (was {saved.get(name)}, is {value})" for name, value in depends_on.items() if saved.get(name) != value]
     if changed:
         raise InputError(
             f"{folder}: was trained with another {', '.join(changed)}; set it back, or start anew with another train.trainer.save_path"
         )
     try:
-        tensors = torch.load(folder / "engine_state.pt", map_location="cpu", weights_only=True)
+        tensors = torch.load(folder / "engine_state.pt", map_location="cpu", weights_only=True, mmap=True)
     except (RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:
         raise InputError(
             f"{folder}/engine_state.pt: cannot be read ({error}); delete {folder} to resume from the one before"
         ) from None
     engine.load_state_dict(tensors["engine"])
     _restore_random_state(tensors["random"])
-    return Position(**state)
+    return Position(state["epoch"], state["local_step"], state["global_step"])
 
 
 def _point(link: Path, name: str) -> None:

@@ -1,121 +1,154 @@
-"""Who runs backward passes and optimizer steps. The trainer knows this interface and nothing behind it."""
+"""Who runs forward and backward passes and optimizer steps. The trainer knows this interface and nothing behind it."""
 
 from __future__ import annotations
 
+import math
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
 
 from eagle3_fast.config import RunConfig
 from eagle3_fast.model.draft import Draft
+from eagle3_fast.model.ttt import Objective, RowPlan, run_ttt
 from eagle3_fast.precision import training_device, training_dtype
+from eagle3_fast.records import PackedBatch, TTTOutput
 from eagle3_fast.train.optim import build_optimizers, build_schedule
+from eagle3_fast.train.ranks import Ranks
 
 
 class Engine(Protocol):
-    """One rank's share of training."""
+    """One rank's share of training. Every rank calls the same methods in the same order."""
 
     draft: Draft
-    device: str
 
-    def autocast(self) -> AbstractContextManager[Any]:
-        """The precision that forward passes run in."""
+    def forward(self, batch: PackedBatch, plan: RowPlan, divisor_K: Tensor | None) -> TTTOutput:
+        """Loss and counts of a packed batch; arguments as those of `run_ttt`."""
 
-    def backward(self, loss: Tensor) -> None:
-        """Add the gradients of one packed batch."""
+    def backward(self, loss: Tensor, last: bool) -> None:
+        """Add the gradients of one packed batch, `last` where it is the last of the optimizer step."""
 
-    def step(self, finite: Tensor) -> float:
+    def step(self) -> float:
         """Clip, update, advance the schedule, clear gradients; returns the gradient norm before clipping.
 
-        finite: bool scalar, whether the step's losses are. Nothing is updated where they or the gradients are not. The one place in
-        a training step that waits for the device.
+        Nothing is updated where that norm is not finite. The one place in a training step that waits for the device.
         """
 
-    def drop_gradients(self) -> None:
-        """Forget the gradients of this step; the schedule goes on as if it had been taken."""
+    def skip(self) -> None:
+        """A step without gradients: the schedule goes on as if it had been taken."""
 
     def learning_rates(self) -> dict[str, float]:
         """By optimizer."""
 
-    def state_dict(self) -> dict[str, Any]: ...
+    def whole_draft(self) -> AbstractContextManager[Draft]:
+        """The draft with all its weights in place, for reading. They may be changed by nobody and are gone afterwards."""
 
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+    def state_dict(self) -> dict[str, Any]:
+        """Everything a resumed run needs, on the first rank; see `training_state`. Empty on the others."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Put back what `state_dict` of any engine, on any number of ranks, gave."""
+
+
+def start_engine(draft: Draft, objective: Objective, config: RunConfig, planned_steps: int, ranks: Ranks) -> Engine:
+    """DeepSpeed where a launcher started this process, one plain process otherwise."""
+    if not ranks.launched:
+        return LocalEngine(draft, objective, config, planned_steps)
+    from eagle3_fast.train.deepspeed_engine import DeepSpeedEngine
+
+    return DeepSpeedEngine(draft, objective, config, planned_steps, ranks)
+
+
+class Updates:
+    """The optimizers of a run and the schedule that they share. `count` is the optimizer steps so far, taken or skipped."""
+
+    def __init__(self, optimizers: list[Optimizer], config: RunConfig, planned_steps: int) -> None:
+        self.optimizers = optimizers
+        self.owner = {value: optimizer for optimizer in optimizers for group in optimizer.param_groups for value in group["params"]}
+        self.base_rates = [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]
+        self.schedule = build_schedule(config.train.scheduler, planned_steps)
+        self.go_to(0)
+
+    def go_to(self, count: int) -> None:
+        """Set the rates of the step after `count` others."""
+        self.count = count
+        for optimizer, rates in zip(self.optimizers, self.base_rates, strict=True):
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate * self.schedule(count)
+
+    def rates(self) -> dict[str, float]:
+        """Learning rates by the optimizer's name."""
+        names = {type(optimizer).__name__.removeprefix("Partitioned"): optimizer for optimizer in self.optimizers}
+        return {name: optimizer.param_groups[0]["lr"] for name, optimizer in names.items()}
+
+
+def training_state(masters: dict[str, Tensor], moments: dict[str, dict[str, Tensor]], updates: int) -> dict[str, Any]:
+    """The state that every engine writes and reads, by parameter name and in whole float32 tensors: independent of ranks and stages.
+
+    masters: trainable parameters. moments: optimizer states of each. updates: position of the schedule.
+    """
+    return {"masters": masters, "moments": moments, "updates": updates}
+
+
+def checked_names(state: dict[str, Any], own: set[str]) -> None:
+    """Raise ValueError where a state is of other parameters than this run trains."""
+    if own != state["masters"].keys():
+        raise ValueError(f"checkpoint trains {sorted(state['masters'])}, this run trains {sorted(own)}")
 
 
 class LocalEngine:
     """One process: float32 master weights, forward passes under autocast."""
 
-    def __init__(self, draft: Draft, config: RunConfig, planned_steps: int) -> None:
+    def __init__(self, draft: Draft, objective: Objective, config: RunConfig, planned_steps: int) -> None:
         self.device = training_device()
-        self.draft = draft.to(self.device)
+        self.draft, self.objective = draft.to(self.device), objective
         self.dtype = training_dtype(config.train.data.hidden_states_dtype)
         self.max_grad_norm = config.engine.max_grad_norm
-        self.parameters = [value for value in draft.parameters() if value.requires_grad]
-        self.optimizers = build_optimizers(draft.named_parameters(), config.train.optimizer)
-        self.schedules = [build_schedule(optimizer, config.train.scheduler, planned_steps) for optimizer in self.optimizers]
+        self.trainable = {name: value for name, value in draft.named_parameters() if value.requires_grad}
+        self.updates = Updates(build_optimizers(draft.named_parameters(), config.train.optimizer), config, planned_steps)
 
-    def autocast(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self.dtype == torch.float32 else torch.autocast(self.device, dtype=self.dtype)
+    def forward(self, batch: PackedBatch, plan: RowPlan, divisor_K: Tensor | None) -> TTTOutput:
+        with nullcontext() if self.dtype == torch.float32 else torch.autocast(self.device, dtype=self.dtype):
+            return run_ttt(self.draft, batch.to(self.device), self.objective, divisor_K, plan)
 
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor, last: bool) -> None:
         loss.backward()
 
-    def step(self, finite: Tensor) -> float:
-        norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.max_grad_norm)
-        if not (torch.isfinite(norm) & finite):
-            self._clear()
-        self._advance()
-        return float(norm)
+    def step(self) -> float:
+        norm = float(torch.nn.utils.clip_grad_norm_(self.trainable.values(), self.max_grad_norm))
+        if math.isfinite(norm):
+            for optimizer in self.updates.optimizers:
+                optimizer.step()
+        for parameter in self.trainable.values():
+            parameter.grad = None
+        self.updates.go_to(self.updates.count + 1)
+        return norm
 
-    def drop_gradients(self) -> None:
-        self._clear()
-        self._advance()
-
-    def _advance(self) -> None:
-        """Update and move the schedule on; parameters without a gradient stay as they are."""
-        for optimizer, schedule in zip(self.optimizers, self.schedules, strict=True):
-            optimizer.step()
-            schedule.step()
-        self._clear()
-
-    def _clear(self) -> None:
-        for optimizer in self.optimizers:
-            optimizer.zero_grad(set_to_none=True)
+    def skip(self) -> None:
+        self.updates.go_to(self.updates.count + 1)
 
     def learning_rates(self) -> dict[str, float]:
-        return {type(optimizer).__name__: optimizer.param_groups[0]["lr"] for optimizer in self.optimizers}
+        return self.updates.rates()
+
+    def whole_draft(self) -> AbstractContextManager[Draft]:
+        return nullcontext(self.draft)
 
     def state_dict(self) -> dict[str, Any]:
-        """Masters in float32, optimizer and schedule states; nothing frozen."""
-        masters = {name: value.detach() for name, value in self.draft.named_parameters() if value.requires_grad}
-        return {
-            "masters": masters,
-            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
-            "schedules": [schedule.state_dict() for schedule in self.schedules],
-        }
+        masters = {name: value.detach() for name, value in self.trainable.items()}
+        moments = {name: dict(self._moments(value)) for name, value in self.trainable.items()}
+        return training_state(masters, moments, self.updates.count)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        own = {name: value for name, value in self.draft.named_parameters() if value.requires_grad}
-        if own.keys() != state["masters"].keys():
-            raise ValueError(f"checkpoint trains {sorted(state['masters'])}, this run trains {sorted(own)}")
-        for name, value in state["masters"].items():
-            own[name].data.copy_(value)
-        for optimizer, schedule, *saved in zip(
-            self.optimizers, self.schedules, state["optimizers"], state["schedules"], strict=True
-        ):
-            _load_keeping_settings(optimizer, schedule, *saved)
+        checked_names(state, set(self.trainable))
+        for name, value in self.trainable.items():
+            value.data.copy_(state["masters"][name])
+            moments = self._moments(value)
+            moments.clear()
+            moments.update({key: moment.to(value.device, copy=True) for key, moment in state["moments"][name].items()})
+        self.updates.go_to(state["updates"])
 
-
-def _load_keeping_settings(optimizer: Optimizer, schedule: LambdaLR, moments: dict[str, Any], progress: dict[str, Any]) -> None:
-    """Moments and position from the checkpoint; rates, decay and momentum from the run file, which may have changed them."""
-    settings = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-    base_rates = schedule.base_lrs
-    optimizer.load_state_dict(moments)
-    schedule.load_state_dict(progress)
-    schedule.base_lrs = base_rates
-    for group, own, rate, shape in zip(optimizer.param_groups, settings, base_rates, schedule.lr_lambdas, strict=True):
-        group.update(own, lr=rate * shape(schedule.last_epoch))
+    def _moments(self, parameter: Tensor) -> dict[str, Tensor]:
+        """The optimizer's state of a parameter, empty before its first update."""
+        return self.updates.owner[parameter].state[parameter]

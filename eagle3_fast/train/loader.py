@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from eagle3_fast.precision import training_dtype
 from eagle3_fast.prepare.dataset import open_prepared
 from eagle3_fast.records import HiddenStates, PackedBatch
 from eagle3_fast.train.packing import PackingSampler, pack
+from eagle3_fast.train.ranks import Ranks
 
 VALIDATION_SEED = 0
 
@@ -104,25 +106,54 @@ class PackedRows:
 
 
 class BatchLoader:
-    """Iterates the packed batches of a split, from any position of an epoch on."""
+    """Iterates what this rank packs of a split, step by step, from any step of an epoch on.
 
-    def __init__(self, rows: PackedRows, split: Split, config: RunConfig, seed: int) -> None:
-        self.rows, self.split = rows, split
-        self.sampler = PackingSampler(split.lengths, config.train.data.total_seq_len, seed=seed)
+    groups: by epoch, the rows of every batch of every step. A group holds the batches of all ranks and micro-batches, batch b being
+    micro-batch b // ranks of rank b % ranks: what is in a step does not depend on how many ranks share it. Where a group is short, some
+    ranks get a batch of padding only.
+    """
+
+    def __init__(
+        self, rows: PackedRows, split: Split, config: RunConfig, ranks: Ranks, groups: Callable[[int], list[list[list[int]]]]
+    ) -> None:
+        self.rows, self.split, self.ranks = rows, split, ranks
+        self.groups = lru_cache(maxsize=1)(groups)
         workers = config.train.data.num_workers if len(rows.sources) == 1 and isinstance(rows.sources[0], StoredStates) else 0
         self.options: dict[str, Any] = {"num_workers": workers}
         if workers:
             self.options["prefetch_factor"] = config.train.data.prefetch_factor
 
     def count(self, epoch: int) -> int:
-        """Batches of an epoch."""
-        return len(self.sampler.batches(epoch))
+        """Steps of an epoch."""
+        return len(self.groups(epoch))
 
-    def batches(self, epoch: int, start: int = 0) -> Iterator[PackedBatch]:
-        plan = [[self.split.first + row for row in batch] for batch in self.sampler.batches(epoch)[start:]]
+    def steps(self, epoch: int, start: int = 0) -> Iterator[list[PackedBatch]]:
+        """This rank's batches of each step, equally many on every rank."""
+        mine = [self._share(group) for group in self.groups(epoch)[start:]]
+        plan = [[self.split.first + row for row in batch] for step in mine for batch in step]
         # Workers draw nothing at random: a generator of their own keeps the run's random state what it would be without them.
         order = torch.Generator().manual_seed(0)
-        yield from DataLoader(_Plan(self.rows, plan), batch_size=None, collate_fn=_as_is, generator=order, **self.options)
+        batches = iter(DataLoader(_Plan(self.rows, plan), batch_size=None, collate_fn=_as_is, generator=order, **self.options))
+        for step in mine:
+            yield [next(batches) for _ in step]
+
+    def _share(self, group: list[list[int]]) -> list[list[int]]:
+        """The batches of this rank; empty ones where the group ends early."""
+        slots = range(self.ranks.rank, -(-len(group) // self.ranks.size) * self.ranks.size, self.ranks.size)
+        return [group[slot] if slot < len(group) else [] for slot in slots]
+
+
+def training_loader(rows: PackedRows, split: Split, config: RunConfig, ranks: Ranks, slots: int) -> BatchLoader:
+    """Steps of `slots` batches, shuffled anew in every epoch."""
+    sampler = PackingSampler(split.lengths, config.train.data.total_seq_len, slots, seed=config.train.seed)
+    return BatchLoader(rows, split, config, ranks, partial(sampler.groups, keep_tail=True))
+
+
+def validation_loader(rows: PackedRows, split: Split, config: RunConfig, ranks: Ranks) -> BatchLoader:
+    """The same batches in every epoch and on any number of ranks; every row once."""
+    batches = PackingSampler(split.lengths, config.train.data.total_seq_len, seed=VALIDATION_SEED).batches(0)
+    groups = [batches[first : first + ranks.size] for first in range(0, len(batches), ranks.size)]
+    return BatchLoader(rows, split, config, ranks, lambda epoch: groups)
 
 
 class _Plan(Dataset):

@@ -12,13 +12,14 @@ import json
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from torch import Tensor
 
 from eagle3_fast.files import written_aside
 from eagle3_fast.records import PackedBatch, TTTOutput
+from eagle3_fast.train.ranks import Ranks
 
 S3_COUNT_FLOOR = 1e-5
 """What speculators 0.3 adds to the denominators of its accuracies."""
@@ -30,7 +31,8 @@ class Totals:
 
     sums: dict[str, Tensor] = field(default_factory=dict)
     tokens: int = 0
-    skipped: list[str] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)  # of this rank, each with its reason
+    skipped_everywhere: int = 0  # of all ranks, once shared
 
     def add(self, output: TTTOutput, batch: PackedBatch) -> None:
         for name in ("step_losses", "full_correct", "supervised", "cond_total", "marginal_correct"):
@@ -38,6 +40,15 @@ class Totals:
             self.sums[name] = self.sums.get(name, torch.zeros_like(value)) + value
         self.tokens += int((batch.document_ids >= 0).sum())
         self.skipped += batch.skipped
+
+    def share(self, ranks: Ranks) -> None:
+        """Make these the totals of all ranks."""
+        names = sorted(self.sums)
+        counts = torch.tensor([self.tokens, len(self.skipped)], dtype=torch.float64)
+        whole = ranks.sum(torch.cat([*(self.sums[name].cpu() for name in names), counts]))
+        *sums, counts = whole.split([*(len(self.sums[name]) for name in names), 2])
+        self.sums = dict(zip(names, sums, strict=True))
+        self.tokens, self.skipped_everywhere = map(int, counts.tolist())
 
     def divide_losses(self) -> None:
         """Turn loss sums, taken with divisor 1, into means over all supervised rows."""
@@ -86,34 +97,44 @@ def speculators_metrics(output: TTTOutput, kinds: list[str], ratios: bool) -> di
 
 
 class MetricsWriter:
-    """Appends one JSON object a line to `metrics.jsonl`; to TensorBoard as well where a folder for it is given."""
+    """Appends one JSON object a line to `metrics.jsonl`; to TensorBoard as well where a folder for it is given. Without a path, nothing."""
 
-    def __init__(self, path: Path, tensorboard: Path | None = None) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self.path, self.file = path, path.open("a", encoding="utf-8")
+    def __init__(self, path: Path | None, tensorboard: Path | None = None) -> None:
+        self.path = path
+        self.file = self._open()
         self.board = None
         if tensorboard is not None:
             from torch.utils.tensorboard import SummaryWriter
 
             self.board = SummaryWriter(str(tensorboard))
 
+    def _open(self) -> TextIO | None:
+        if self.path is None:
+            return None
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        return self.path.open("a", encoding="utf-8")
+
     def rewind(self, step: int) -> None:
         """Drop what an earlier run wrote after `step`, the one that this run goes on from."""
+        if self.path is None or self.file is None:
+            return
         lines = [line for line in self.path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]
         kept = [line for line in lines if json.loads(line)["global_step"] <= step]
         self.file.close()
         with written_aside(self.path) as partial:
             partial.write_text("".join(kept), encoding="utf-8")
-        self.file = self.path.open("a", encoding="utf-8")
+        self.file = self._open()
 
     def write(self, step: int, values: dict[str, Any]) -> None:
-        self.file.write(json.dumps({"global_step": step, **values}) + "\n")
-        self.file.flush()
+        if self.file is not None:
+            self.file.write(json.dumps({"global_step": step, **values}) + "\n")
+            self.file.flush()
         for name, value in values.items():
             if self.board is not None and isinstance(value, int | float):
                 self.board.add_scalar(name, value, step)
 
     def close(self) -> None:
-        self.file.close()
+        if self.file is not None:
+            self.file.close()
         if self.board is not None:
             self.board.close()

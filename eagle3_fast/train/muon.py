@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from eagle3_fast.precision import arithmetic_dtype
+from eagle3_fast.train.partitions import Partition
 
 
 class Muon(torch.optim.Muon):
@@ -33,10 +34,44 @@ class Muon(torch.optim.Muon):
             state["momentum_buffer"] = torch.zeros_like(gradient)
         average = state["momentum_buffer"].lerp_(gradient, 1 - momentum)
         direction = gradient.lerp(average, momentum) if group["nesterov"] else average
-        direction = orthogonalise(direction, group["ns_coefficients"], group["ns_steps"], group["eps"])
+        update, factor = self._orthogonal(parameter, direction, group)
         parameter.mul_(1 - group["lr"] * group["weight_decay"])
-        rate = group["lr"] * _rate_factor(parameter.shape, group["adjust_lr_fn"])
-        parameter.add_(direction.to(parameter.dtype), alpha=-rate)
+        parameter.add_(update.to(parameter.dtype), alpha=-group["lr"] * factor)
+
+    def _orthogonal(self, parameter: Tensor, direction: Tensor, group: dict[str, Any]) -> tuple[Tensor, float]:
+        """What is applied at a rate of 1, and what the rate is multiplied by."""
+        return _orthogonalised(direction, group), _rate_factor(direction.shape, group["adjust_lr_fn"])
+
+
+class PartitionedMuon(Muon):
+    """Muon on flat pieces of partitioned matrices (ZeRO-1 to 3). Every rank orthogonalises some of the matrices, whole, for all.
+
+    Momentum and update are elementwise and stay in pieces; a direction travels to its matrix's owner and back, twice the bytes of a
+    piece. The result is that of `Muon` on the whole matrices up to the rounding of one product.
+    """
+
+    partitions: dict[Tensor, Partition]
+    """By flat piece, which takes the place of the matrices in `param_groups`."""
+
+    def _orthogonal(self, parameter: Tensor, direction: Tensor, group: dict[str, Any]) -> tuple[Tensor, float]:
+        partition = self.partitions[parameter]
+        owner = partition.owners([_cost(shape) for shape in partition.shapes])
+        matrices = partition.to_owners(direction, owner)
+        updates = {
+            at: _orthogonalised(matrix, group).float() * _rate_factor(matrix.shape, group["adjust_lr_fn"])
+            for at, matrix in matrices.items()
+        }
+        return partition.from_owners(updates, direction, owner), 1.0
+
+
+def _orthogonalised(matrix: Tensor, group: dict[str, Any]) -> Tensor:
+    return orthogonalise(matrix, group["ns_coefficients"], group["ns_steps"], group["eps"])
+
+
+def _cost(shape: torch.Size) -> float:
+    """Multiplications of an iteration, up to a factor."""
+    short, long = sorted(shape)
+    return short * short * (short + 2 * long)
 
 
 def _rate_factor(shape: torch.Size, rule: str | None) -> float:

@@ -9,7 +9,6 @@ from functools import partial
 import torch
 from torch import nn
 from torch.optim import AdamW, Optimizer
-from torch.optim.lr_scheduler import LambdaLR
 
 from eagle3_fast.config import OptimizerSection, SchedulerSection
 from eagle3_fast.errors import InputError
@@ -21,7 +20,9 @@ DEFAULT_WARMUP = 0.01
 """Share of all steps, where the run file says nothing."""
 
 
-def build_optimizers(parameters: Iterable[tuple[str, nn.Parameter]], section: OptimizerSection) -> list[Optimizer]:
+def build_optimizers(
+    parameters: Iterable[tuple[str, nn.Parameter]], section: OptimizerSection, muon: type[Muon] = Muon
+) -> list[Optimizer]:
     """AdamW for all, or Muon (Jordan et al. 2024) for matrices and AdamW for the rest. Frozen parameters are left out."""
     trainable = [(name, value) for name, value in parameters if value.requires_grad]
     matrices = [value for name, value in trainable if section.optimizer == "muon" and _is_matrix(name, value)]
@@ -30,7 +31,7 @@ def build_optimizers(parameters: Iterable[tuple[str, nn.Parameter]], section: Op
     optimizers: list[Optimizer] = []
     if matrices:
         optimizers.append(
-            Muon(
+            muon(
                 matrices,
                 lr=section.muon_lr or section.lr,
                 momentum=section.muon_momentum,
@@ -40,7 +41,7 @@ def build_optimizers(parameters: Iterable[tuple[str, nn.Parameter]], section: Op
             )
         )
     if rest:
-        optimizers.append(AdamW(rest, lr=section.lr, weight_decay=section.weight_decay))
+        optimizers.append(AdamW(rest, lr=section.lr, weight_decay=section.weight_decay, fused=True))
     if not optimizers:
         raise InputError("the draft has no trainable parameter")
     return optimizers
@@ -50,8 +51,11 @@ def _is_matrix(name: str, value: torch.Tensor) -> bool:
     return value.ndim == 2 and min(value.shape) > 1 and not any(part in name for part in MUON_NEVER)
 
 
-def build_schedule(optimizer: Optimizer, section: SchedulerSection, planned_steps: int) -> LambdaLR:
-    """Linear or cosine decay to 0 after a linear warm-up from 0, counted in optimizer steps; `none` keeps the rate."""
+def build_schedule(section: SchedulerSection, planned_steps: int) -> Callable[[int], float]:
+    """By how much the rates of a step are multiplied, given the optimizer steps before it.
+
+    Linear or cosine decay to 0 after a linear warm-up from 0; `none` keeps the rate.
+    """
     total = section.scheduler_total_steps or planned_steps
     if section.scheduler_warmup_steps is not None:
         warmup = section.scheduler_warmup_steps
@@ -64,7 +68,7 @@ def build_schedule(optimizer: Optimizer, section: SchedulerSection, planned_step
         "cosine": partial(_cosine, total=total, warmup=warmup, cycles=section.scheduler_num_cosine_cycles),
         "none": _constant,
     }
-    return LambdaLR(optimizer, shapes[section.scheduler_type])
+    return shapes[section.scheduler_type]
 
 
 def _linear(step: int, total: int, warmup: int) -> float:

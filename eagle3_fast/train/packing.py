@@ -91,30 +91,39 @@ class PackingSampler:
 
     def batches(self, epoch: int) -> list[list[int]]:
         """The examples of this rank's batches, in order."""
+        return [group[self.rank] for group in self.groups(epoch)]
+
+    def groups(self, epoch: int, keep_tail: bool = False) -> list[list[list[int]]]:
+        """The examples of every rank's batch, group by group.
+
+        keep_tail: what is too little for all ranks makes a last group of fewer batches instead of being dropped.
+        """
         order = np.random.default_rng(self.seed + epoch).permutation(self.valid)
         lengths = self.lengths[order]
-        cumulated = np.cumsum(lengths)
-        batches: list[list[int]] = []
+        groups: list[list[list[int]]] = []
         start = 0
-        while True:
-            count = self._largest_group(lengths, cumulated, start)
-            if count < self.replicas:
-                return batches
-            slot = (self.rank - len(batches)) % self.replicas if self.rotate else self.rank
+        while (count := self._largest_group(lengths, start, self.replicas)) >= self.replicas:
             bins = fill_bins(lengths[start : start + count], self.capacity, self.replicas)
             assert bins is not None, "the search returned a group that does not fit"
-            batches.append([int(order[start + index]) for index in bins[slot]])
+            turn = len(groups) if self.rotate else 0
+            batches = [bins[(rank - turn) % self.replicas] for rank in range(self.replicas)]
+            groups.append([[int(order[start + index]) for index in batch] for batch in batches])
             start += count
+        tail: list[list[int]] = []
+        while keep_tail and (count := self._largest_group(lengths, start, 1)):
+            tail.append([int(example) for example in order[start : start + count]])
+            start += count
+        return [*groups, tail] if tail else groups
 
-    def _largest_group(self, lengths: np.ndarray, cumulated: np.ndarray, start: int) -> int:
-        """Most examples from `start` on that fit, by binary search; at least 1, and 0 at the end."""
+    def _largest_group(self, lengths: np.ndarray, start: int, bins: int) -> int:
+        """Most examples from `start` on that fit into `bins`, by binary search; at least 1, and 0 at the end."""
         if start >= len(lengths):
             return 0
-        before = cumulated[start - 1] if start else 0
-        low, high = 1, 1 + int(np.searchsorted(cumulated[start:], before + self.capacity * self.replicas, side="right"))
+        reach = lengths[start : start + bins * self.capacity]  # of one token each, no more would fit
+        low, high = 1, 1 + int(np.searchsorted(np.cumsum(reach), self.capacity * bins, side="right"))
         while high - low > 1:
             middle = (low + high) // 2
-            if fill_bins(lengths[start : start + middle], self.capacity, self.replicas) is None:
+            if fill_bins(lengths[start : start + middle], self.capacity, bins) is None:
                 high = middle
             else:
                 low = middle

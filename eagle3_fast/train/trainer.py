@@ -9,52 +9,77 @@ import signal
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from eagle3_fast.config import RunConfig
 from eagle3_fast.errors import InputError, Interrupted
 from eagle3_fast.extract.weights import verifier_fingerprint
 from eagle3_fast.log import logger, progress
-from eagle3_fast.model.ttt import plan_rows, run_ttt
+from eagle3_fast.model.ttt import RowPlan, plan_rows
 from eagle3_fast.ops import select
 from eagle3_fast.prepare.vocab import VocabMapping
 from eagle3_fast.records import PackedBatch
-from eagle3_fast.train.checkpoint import Position, latest_checkpoint, load_checkpoint, record_validation, save_checkpoint
-from eagle3_fast.train.engine import LocalEngine
-from eagle3_fast.train.loader import VALIDATION_SEED, BatchLoader, PackedRows
+from eagle3_fast.train.checkpoint import (
+    Position,
+    drop_old,
+    latest_checkpoint,
+    load_checkpoint,
+    locked,
+    record_validation,
+    save_checkpoint,
+    saved_slots,
+)
+from eagle3_fast.train.engine import start_engine
+from eagle3_fast.train.loader import PackedRows, training_loader, validation_loader
 from eagle3_fast.train.metrics import MetricsWriter, Totals
+from eagle3_fast.train.ranks import Ranks, join, leave
 from eagle3_fast.train.start import objective, start_draft
+from eagle3_fast.train.tracing import trace
 
 
 def train(config: RunConfig, online: bool = False) -> dict[str, Any]:
     """Train a draft as the run file says, going on where an earlier run stopped; returns the last metrics.
 
-    Raises InputError for what the user can mend, Interrupted after SIGTERM or SIGINT once a checkpoint is written.
+    One process, or every process that a launcher (`deepspeed`) started. Raises InputError for what the user can mend, Interrupted
+    after SIGTERM or SIGINT once a checkpoint is written, or where another rank is gone.
     """
     _seed(config)
     select(config.ops.impl, config.ops.logits)
-    return Trainer(config, online).run()
+    ranks = join(config.deepspeed.join_timeout)
+    try:
+        with ExitStack() as held:
+            ranks.on_first(lambda: held.enter_context(locked(Path(config.train.trainer.save_path))))
+            return Trainer(config, online, ranks).run()
+    except RuntimeError as error:
+        gone = ranks.lost(error)
+        if gone is None:
+            raise
+        raise gone from None
+    finally:
+        leave()
 
 
 class Trainer:
-    """One run. `position` says how far it is; everything else follows from the run file and the data."""
+    """One run, or one rank of it. `position` says how far it is; everything else follows from the run file and the data."""
 
-    def __init__(self, config: RunConfig, online: bool = False) -> None:
-        self.config, self.objective = config, objective(config)
+    def __init__(self, config: RunConfig, online: bool = False, ranks: Ranks | None = None) -> None:
+        self.config, self.objective, self.ranks = config, objective(config), ranks or Ranks()
+        self.save_path = Path(config.train.trainer.save_path)
         draft = start_draft(config)
         rows = PackedRows(config, draft.config, online)
         training, validation = rows.splits()
-        self.loader = BatchLoader(rows, training, config, config.train.seed)
-        self.validation = BatchLoader(rows, validation, config, VALIDATION_SEED) if validation.lengths else None
-        self.engine = LocalEngine(draft, config, self.planned_steps())
-        self.save_path = Path(config.train.trainer.save_path)
+        self.checkpoint = self._checkpoint_to_resume()
+        self.slots = self._batches_of_a_step()
+        self.loader = training_loader(rows, training, config, self.ranks, self.slots)
+        self.validation = validation_loader(rows, validation, config, self.ranks) if validation.lengths else None
+        self.engine = start_engine(draft, self.objective, config, self.planned_steps(), self.ranks)
         self.position = Position()
         self.depends_on = self._dependencies(rows)
         self.seconds: dict[str, float] = defaultdict(float)
@@ -66,19 +91,30 @@ class Trainer:
     def run(self) -> dict[str, Any]:
         """All epochs from the current position to the end."""
         self._resume()
-        settings = self.config.train.trainer
-        board = Path(self.config.train.logging.log_dir) / (self.config.train.logging.run_name or "run")
-        self.metrics = MetricsWriter(self.save_path / "metrics.jsonl", board if self.config.train.logging.logger else None)
-        self.metrics.rewind(self.position.global_step)
+        self.metrics = self._metrics()
         if self.unvalidated is not None:  # an earlier run ended between this checkpoint and its validation
             self._validate(self.unvalidated)
         steps = self.planned_steps()
-        with self._signals(), progress(total=steps, initial=self.position.global_step, unit="step", desc="train") as self.bar:
-            while self.position.epoch < settings.epochs and not self._at_step_limit():
+        with (
+            self._signals(),
+            progress(total=steps, initial=self.position.global_step, unit="step", desc="train") as self.bar,
+            trace(self.config.engine.profile_steps, self.save_path / "profile", self.ranks.rank) as self.tracer,
+        ):
+            while self.position.epoch < self.config.train.trainer.epochs and not self._at_step_limit():
                 self._epoch()
         self.metrics.close()
         self._summarise()
         return {**self.last, "global_step": self.position.global_step, "seconds": dict(self.seconds)}
+
+    def _metrics(self) -> MetricsWriter:
+        """The log of metrics, cut back to where this run goes on; only the first rank writes it."""
+        if not self.ranks.first:
+            return MetricsWriter(None)
+        section = self.config.train.logging
+        board = Path(section.log_dir) / (section.run_name or "run") if section.logger else None
+        metrics = MetricsWriter(self.save_path / "metrics.jsonl", board)
+        metrics.rewind(self.position.global_step)
+        return metrics
 
     def _summarise(self) -> None:
         """Where the time went and what was left out, in two lines at most."""
@@ -88,9 +124,9 @@ class Trainer:
             logger.warning("%d unusable samples were skipped in training, each named above", self.skipped)
 
     def planned_steps(self) -> int:
-        """Optimizer steps of the whole run; the last window of an epoch may be short."""
-        settings, window = self.config.train.trainer, self.config.engine.accumulation
-        steps = sum(math.ceil(self.loader.count(epoch) / window) for epoch in range(settings.epochs))
+        """Optimizer steps of the whole run."""
+        settings = self.config.train.trainer
+        steps = sum(self.loader.count(epoch) for epoch in range(settings.epochs))
         return min(steps, settings.max_steps or steps)
 
     def _epoch(self) -> None:
@@ -100,11 +136,11 @@ class Trainer:
             raise InputError(f"{self.config.train.data.data_path}: its training rows do not fill a single packed batch")
         frequency = self.config.train.trainer.checkpoint_freq
         interval = max(1, round(count * frequency)) if frequency < 1 else 0
-        saved_at = self.position.local_step
+        saved_at, stop = self.position.local_step, False
         for window in self._windows():
-            self._step(window)
-            self.position.local_step += len(window)
-            if self.interrupted or self._at_step_limit():
+            stop = self._step(window)
+            self.position.local_step += 1
+            if stop or self._at_step_limit():
                 break
             if interval and interval <= self.position.local_step - saved_at and count - self.position.local_step >= interval / 4:
                 self._save()
@@ -114,54 +150,68 @@ class Trainer:
             self.position.epoch, self.position.local_step = self.position.epoch + 1, 0
         ends = self.position.epoch == self.config.train.trainer.epochs or self._at_step_limit()
         due = finished and (frequency <= 1 or self.position.epoch % int(frequency) == 1)
-        folder = self._save(finished) if due or ends or self.interrupted else None
-        if self.interrupted:
+        folder = self._save(finished) if due or ends or stop else None
+        if stop:
             raise Interrupted(f"interrupted at step {self.position.global_step}; saved to {folder}, run the same command to go on")
         if finished or ends:
             self._validate(folder)
 
     def _windows(self) -> Iterator[list[PackedBatch]]:
-        """Groups of `accumulation` batches; the last of an epoch may hold fewer."""
-        batches = self.loader.batches(self.position.epoch, self.position.local_step)
+        """This rank's batches of each step."""
+        steps = self.loader.steps(self.position.epoch, self.position.local_step)
         while True:
             with self._timed("data"):
-                window = list(islice(batches, self.config.engine.accumulation))
-            if not window:
+                window = next(steps, None)
+            if window is None:
                 return
             yield window
 
-    def _step(self, window: list[PackedBatch]) -> None:
-        """One optimizer step. Its loss is divided by the supervised rows of the whole window, so that the split does not matter."""
+    def _step(self, window: list[PackedBatch]) -> bool:
+        """One optimizer step; returns whether some rank was asked to stop.
+
+        The loss is divided by the supervised rows of all ranks and batches of the step, so that the split does not matter.
+        """
         totals, began = Totals(), time.perf_counter()
         plans = [plan_rows(batch, self.objective) for batch in window]
-        counts = torch.stack([plan.counts for plan in plans])
-        divisor_K = counts.sum(0) if self.config.engine.divisor == "step" else None
-        for batch, plan in zip(window, plans, strict=True):
-            with self._timed("forward"), self.engine.autocast():
-                output = run_ttt(self.engine.draft, batch.to(self.engine.device), self.objective, divisor_K, plan)
-            loss = output.loss if divisor_K is not None else output.loss / len(window)
-            with self._timed("backward"):
-                self.engine.backward(loss)
-            totals.add(output, batch)
-        if divisor_K is None:
-            totals.sums["step_losses"] /= len(window)
-        finite = torch.isfinite(totals.sums["step_losses"]).all()
+        counts, batches = self._counted(window, plans)
+        by_step, supervised = self.config.engine.divisor == "step", bool(counts.any())
+        with torch.set_grad_enabled(supervised):
+            for at, (batch, plan) in enumerate(zip(window, plans, strict=True), start=1):
+                with self._timed("forward"):
+                    output = self.engine.forward(batch, plan, counts if by_step else None)
+                totals.add(output, batch)
+                if supervised:
+                    with self._timed("backward"):
+                        loss = output.loss if by_step else output.loss / batches
+                        self.engine.backward(poisoned(loss), last=at == len(window))
+        if not by_step:
+            totals.sums["step_losses"] /= batches
         with self._timed("optimizer"):
-            norm = self.engine.step(finite) if counts.any() else self._skip_step()
+            norm = self.engine.step() if supervised else self._skip_step()
         self.position.global_step += 1
-        self._report(totals, norm, time.perf_counter() - began, bool(finite) and math.isfinite(norm), bool(counts.any()))
+        self.tracer.step()
+        totals.share(self.ranks)
+        self._report(totals, norm, time.perf_counter() - began, supervised)
+        return self.ranks.any(self.interrupted)
+
+    def _counted(self, window: list[PackedBatch], plans: list[RowPlan]) -> tuple[Tensor, Tensor]:
+        """Supervised rows of each TTT step, and batches that hold samples, of the whole optimizer step over all ranks."""
+        counts = torch.stack([plan.counts for plan in plans]).sum(0)
+        filled = sum(bool((batch.document_ids >= 0).any()) or bool(batch.skipped) for batch in window)
+        whole = self.ranks.sum(torch.cat((counts, torch.tensor([float(filled)]))))
+        return whole[:-1], whole[-1].clamp_min(1)
 
     def _skip_step(self) -> float:
-        self.engine.drop_gradients()
+        self.engine.skip()
         return 0.0
 
-    def _report(self, totals: Totals, norm: float, seconds: float, finite: bool, supervised: bool) -> None:
+    def _report(self, totals: Totals, norm: float, seconds: float, supervised: bool) -> None:
         """Write metrics; name what went wrong in this step and act as the run file says."""
-        step = self.position.global_step
-        self.skipped += len(totals.skipped)
+        step, finite = self.position.global_step, math.isfinite(norm)
+        self.skipped += totals.skipped_everywhere
         for sample in totals.skipped:
             logger.warning("step %d: skipped %s", step, sample)
-        if not supervised:
+        if not supervised and self.ranks.first:
             logger.warning("step %d: nothing to supervise in its batches; no update", step)
         if not finite:
             message = f"step {step}: loss or gradient is not finite; no update"
@@ -176,7 +226,7 @@ class Trainer:
             **totals.summary(),
             "grad_norm": norm,
             "tokens_per_s": totals.tokens / seconds,
-            "skipped_samples": len(totals.skipped),
+            "skipped_samples": totals.skipped_everywhere,
             "skipped_step": not (finite and supervised),
             **{f"lr/{name}": rate for name, rate in self.engine.learning_rates().items()},
         }
@@ -194,12 +244,13 @@ class Trainer:
         if self.validation is None or not self.validation.count(0):
             return
         totals = Totals()
-        with self._timed("validation"), self.engine.autocast():
-            for batch in self.validation.batches(0):
-                plan = plan_rows(batch, self.objective)
-                # Undivided sums of every batch: the summary divides once, by all supervised rows.
-                undivided = torch.ones(self.objective.ttt_steps)
-                totals.add(run_ttt(self.engine.draft, batch.to(self.engine.device), self.objective, undivided, plan), batch)
+        with self._timed("validation"):
+            for step in self.validation.steps(0):
+                for batch in step:
+                    # Undivided sums of every batch: the summary divides once, by all supervised rows.
+                    undivided = torch.ones(self.objective.ttt_steps)
+                    totals.add(self.engine.forward(batch, plan_rows(batch, self.objective), undivided), batch)
+            totals.share(self.ranks)
         for sample in totals.skipped:
             logger.warning("validation: skipped %s", sample)
         totals.divide_losses()
@@ -214,19 +265,42 @@ class Trainer:
             rates,
             values["tau"],
         )
-        if folder is not None:
+        if folder is not None and self.ranks.first:
             record_validation(self.save_path, folder, values)
 
     def _save(self, finished_epoch: bool = False) -> Path:
         with self._timed("checkpoint"):
-            return save_checkpoint(self.save_path, self.engine, self.position, self.depends_on, finished_epoch)
+            folder = save_checkpoint(self.save_path, self.engine, self.ranks, self.position, self.depends_on, finished_epoch)
+            if self.ranks.first:
+                drop_old(self.save_path, self.config.engine.keep_last)
+        return folder
+
+    def _checkpoint_to_resume(self) -> Path | None:
+        folder = self.ranks.on_first(lambda: latest_checkpoint(self.save_path))
+        if folder is not None and self.config.train.trainer.no_resume_from_checkpoint:
+            raise InputError(f"{self.save_path}: holds checkpoints that are not to be resumed; give another save_path or delete it")
+        return folder
+
+    def _batches_of_a_step(self) -> int:
+        """Over all ranks and micro-batches. A run that goes on with another number of ranks keeps it, with another accumulation."""
+        own = self.ranks.size * self.config.engine.accumulation
+        if self.checkpoint is None:
+            return own
+        slots, ranks = saved_slots(self.checkpoint)
+        if slots == own or ranks == self.ranks.size:
+            return own
+        if slots % self.ranks.size:
+            raise InputError(
+                f"{self.checkpoint}: was trained with {slots} packed batches a step, which {self.ranks.size} ranks cannot share evenly; "
+                f"resume on a number of ranks that divides {slots}"
+            )
+        logger.info("resuming on %d ranks instead of %d: accumulation is %d", self.ranks.size, ranks, slots // self.ranks.size)
+        return slots
 
     def _resume(self) -> None:
-        folder = latest_checkpoint(self.save_path)
+        folder = self.checkpoint
         if folder is None:
             return
-        if self.config.train.trainer.no_resume_from_checkpoint:
-            raise InputError(f"{self.save_path}: holds checkpoints that are not to be resumed; give another save_path or delete it")
         self.position = load_checkpoint(folder, self.engine, self.depends_on)
         logger.info("resumed from %s at step %d", folder, self.position.global_step)
         self.unvalidated = folder if self.position.local_step == 0 and not (folder / "val_metrics.json").is_file() else None
@@ -238,7 +312,7 @@ class Trainer:
             "rows": len(rows.rows),
             "training rows": len(self.loader.split.lengths),
             "total_seq_len": self.config.train.data.total_seq_len,
-            "accumulation": self.config.engine.accumulation,
+            "batches of a step": self.slots,
             "seed": self.config.train.seed,
             "draft vocabulary": VocabMapping(draft.d2t.cpu(), draft.t2d.cpu()).digest() if draft.config.reduced_vocab else "full",
             "draft": draft.config.model_dump(mode="json", exclude={"speculators_config"}),
@@ -263,12 +337,16 @@ class Trainer:
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
-        """The first SIGTERM or SIGINT ends the run after the current step; a second one acts as it would without us."""
+        """The first SIGTERM or SIGINT ends the run after the current step; a second one acts as it would without us.
+
+        Under a launcher all further ones are ignored: it passes one Ctrl-C on several times, and kills what does not end in time.
+        """
         before: dict[int, Any] = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
 
         def ask(number: int, frame: Any) -> None:
             self.interrupted = True
-            signal.signal(number, before[number])
+            for asked in before if self.ranks.launched else (number,):
+                signal.signal(asked, signal.SIG_IGN if self.ranks.launched else before[asked])
 
         for number in before:
             signal.signal(number, ask)
@@ -277,6 +355,11 @@ class Trainer:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+def poisoned(loss: Tensor) -> Tensor:
+    """The loss; where it is not finite, its gradients become NaN, so that the gradient norm tells of it on every rank."""
+    return loss * torch.where(torch.isfinite(loss.detach()), 1.0, torch.nan)
 
 
 def _seed(config: RunConfig) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from model.drafts import random_draft
-from torch.optim import SGD
 
 from eagle3_fast.config import OptimizerSection, SchedulerSection
 from eagle3_fast.errors import InputError
@@ -50,14 +49,8 @@ def test_nothing_to_train_is_an_error() -> None:
     ],
 )
 def test_schedule(section: dict, expected: list[float]) -> None:
-    optimizer = SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
-    schedule = build_schedule(optimizer, SchedulerSection(**section), 6)
-    rates = []
-    for _ in expected:
-        rates.append(optimizer.param_groups[0]["lr"])
-        optimizer.step()
-        schedule.step()
-    assert rates == pytest.approx(expected, abs=1e-6)
+    schedule = build_schedule(SchedulerSection(**section), 6)
+    assert [schedule(step) for step in range(len(expected))] == pytest.approx(expected, abs=1e-6)
 
 
 @pytest.mark.parametrize("shape", [(24, 10), (10, 24)])
