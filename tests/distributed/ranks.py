@@ -39,7 +39,9 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def start(config: RunConfig, folder: Path, size: int, script: str | Sequence[str] = TRAIN, ranks: Sequence[int] | None = None) -> list[Rank]:
+def start(
+    config: RunConfig, folder: Path, size: int, script: str | Sequence[str] = TRAIN, ranks: Sequence[int] | None = None
+) -> list[Rank]:
     """Start `ranks` (all, if none) of a run of `size`; `script` is Python source that finds the run file in sys.argv[1], one for each rank
     where it is a sequence."""
     folder.mkdir(parents=True, exist_ok=True)
