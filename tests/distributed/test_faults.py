@@ -70,13 +70,13 @@ def undisturbed(ten: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> Pat
         (
             "INT",
             "before(Trainer, '_validate', lambda self, *a: {act})".format(
-                act=TERMINATED.format(name="INT", when="self.position.global_step < 8")
+                act=TERMINATED.format(name="INT", when="self.position.global_step < 10")
             ),
         ),
         (
             "TERM",
             "before(trainer, 'save_checkpoint', lambda *a: {act})".format(
-                act=TERMINATED.format(name="TERM", when="a[3].global_step < 8")
+                act=TERMINATED.format(name="TERM", when="a[3].global_step < 10")
             ),
         ),
     ],
@@ -91,7 +91,7 @@ def test_a_signal_to_one_rank_stops_all_after_a_save(
     assert "run the same command to go on" in ranks[0].said
     stopped = latest_checkpoint(tmp_path / "run")
     assert stopped is not None
-    run(config, tmp_path, 2)
+    train(changed(config, engine={"accumulation": 2}))
     assert_same(tmp_path / "run", undisturbed)
 
 
@@ -106,20 +106,23 @@ def test_a_killed_rank_is_named_by_the_others(ten: RunConfig, undisturbed: Path,
     assert codes[victim] == -signal.SIGKILL
     assert codes[1 - victim] == INTERRUPTED, ranks[1 - victim].said[-2000:]
     assert f"rank {victim} of 2 is gone" in ranks[1 - victim].said
-    run(config, tmp_path, 2)
+    train(changed(config, engine={"accumulation": 2}))
     assert_same(tmp_path / "run", undisturbed)
 
 
-def test_a_rank_killed_in_a_save_leaves_the_checkpoint_before(ten: RunConfig, undisturbed: Path, tmp_path: Path) -> None:
+def test_a_rank_killed_in_a_save_leaves_the_checkpoint_before(
+    ten: RunConfig, undisturbed: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     fault = injected("torch.save = lambda *a: os.kill(os.getpid(), 9)")
     config = into(ten, tmp_path / "run")
-    run(changed(config, **{"train.trainer": {"max_steps": 5}}), tmp_path, 2)
+    train(changed(config, **{"train.trainer": {"max_steps": 5}}, engine={"accumulation": 2}))
     before = latest_checkpoint(tmp_path / "run")
     finish(start(config, tmp_path, 2, [fault, NOTHING]))
     assert latest_checkpoint(tmp_path / "run") == before
-    ranks = run(config, tmp_path, 2)
-    assert "a save was cut short, passed over" in ranks[0].said
-    assert f"resumed from {before}" in ranks[0].said
+    caplog.set_level("INFO", logger="eagle3_fast")
+    train(changed(config, engine={"accumulation": 2}))
+    assert "a save was cut short, passed over" in caplog.text
+    assert f"resumed from {before}" in caplog.text
     assert_same(tmp_path / "run", undisturbed)
 
 
@@ -127,7 +130,7 @@ def test_a_full_disk_stops_all_ranks_with_one_line(ten: RunConfig, tmp_path: Pat
     """A limit on the size of files stands for the disk: writing the state fails in the middle."""
     limit = "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000))"
     config = into(ten, tmp_path / "run")
-    run(changed(config, **{"train.trainer": {"max_steps": 4}}), tmp_path, 2)
+    train(changed(config, **{"train.trainer": {"max_steps": 4}}, engine={"accumulation": 2}))
     before, whole = latest_checkpoint(tmp_path / "run"), state(tmp_path / "run")
     ranks = start(config, tmp_path, 2, [injected(limit), NOTHING])
     assert finish(ranks) == [2, 2]
