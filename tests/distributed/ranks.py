@@ -45,7 +45,7 @@ def start(
     """Start `ranks` (all, if none) of a run of `size`; `script` is Python source that finds the run file in sys.argv[1], one for each rank
     where it is a sequence."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "run.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    (folder / "run.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json", exclude_unset=True)))
     port, started = free_port(), []
     for rank in range(size) if ranks is None else ranks:
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
