@@ -12,14 +12,27 @@ SERVED = VLLM_CPU_KVCACHE_SPACE=2 HF_HUB_OFFLINE=1 $(VLLM_VENV)/bin/python tests
 DEMO_SIZE = $(shell $(BIN)/python -c 'import torch; from eagle3_fast.precision import cpu_multiplies_bfloat16 as fast; \
   print("" if torch.cuda.is_available() or fast() else "prepare.max_samples=560 evaluate.max_prompts=4 evaluate.max_new_tokens=64")')
 
-.PHONY: bench bench-smoke bench-peer-venv kernels-report demo test test-vllm test-vllm-short test-dist lint install clean
+.PHONY: bench bench-smoke bench-peer-venv kernels-report demo demo-zero3 test test-distributed test-vllm test-vllm-short test-dist lint install clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python examples/smollm2.py build/smollm2 build/humaneval.jsonl
 	$(BIN)/eagle3-fast run --config configs/demo.yaml $(DEMO_SIZE)
 
+# The demo's training once more on two ranks under ZeRO-3, each with half of a step's rows, and the same evaluation.
+ZERO3 = --config configs/demo.yaml $(DEMO_SIZE) train.data.total_seq_len=512 train.trainer.save_path=build/demo-zero3/checkpoints \
+  export.output=build/demo-zero3/draft evaluate.output=build/demo-zero3/evaluation.json
+demo-zero3: build/demo/evaluation.json
+	DS_ACCELERATOR=$(shell $(BIN)/python -c 'import torch; print("cuda" if torch.cuda.is_available() else "cpu")') OMP_NUM_THREADS=1 \
+	  $(BIN)/deepspeed --num_accelerators 2 --module eagle3_fast train $(ZERO3)
+	$(BIN)/eagle3-fast export $(ZERO3)
+	$(BIN)/eagle3-fast evaluate $(ZERO3)
+
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest
+
+# Several ranks, real processes: the same mathematics on any number of them, every fault injected, the deepspeed launcher.
+test-distributed: $(VENV)/.installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/distributed
 
 # The demo's draft in real vLLM (CPU, an environment of its own): same text as plain vLLM, acceptance as our own evaluation says.
 test-vllm: build/demo/evaluation.json $(VLLM_VENV)/.installed

@@ -20,7 +20,8 @@ from eagle3_fast.extract.store import sample_path, write_sample
 from eagle3_fast.model.config import parse_draft_config
 from eagle3_fast.prepare.dataset import FEATURES
 from eagle3_fast.records import HiddenStates
-from eagle3_fast.train.loader import BatchLoader, PackedRows
+from eagle3_fast.train.loader import PackedRows, training_loader
+from eagle3_fast.train.ranks import Ranks
 
 AXES = ()
 BATCHES = 4
@@ -46,8 +47,8 @@ def epoch(folder: Path, case: Case, workers: int) -> Callable[[], int]:
     data: dict[str, Any] = {"data_path": str(folder), "total_seq_len": case.rows, "train_data_ratio": 1.0, "num_workers": workers}
     config = RunConfig.model_validate({"train": {"verifier": {"verifier_name_or_path": str(folder / "verifier")}, "data": data}})
     rows = PackedRows(config, parse_draft_config(draft_config(case), str(case)), online=False)
-    loader = BatchLoader(rows, rows.splits()[0], config, seed=0)
-    return lambda: sum(batch.input_ids.numel() for batch in loader.batches(0))
+    loader = training_loader(rows, rows.splits()[0], config, Ranks(), slots=1)
+    return lambda: sum(batch.input_ids.numel() for step in loader.steps(0) for batch in step)
 
 
 def read(folder: Path, case: Case) -> Callable[[], int]:

@@ -1,15 +1,21 @@
-"""A training step on one packed batch, forward and backward, without the optimizer: ours and real speculators 0.9.0."""
+"""A training step on one packed batch, forward and backward, without the optimizer: ours and real speculators 0.9.0.
+
+With `--ranks N`, whole optimizer steps instead: one rank of one thread against N of them, under ZeRO-0 and ZeRO-3.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import asdict
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from batches import AUX_LAYERS, packed_batch, row_plan, scored_rows
 from measure import BENCH, Local, Remote, Unavailable, gemm_flops, gemms, require_memory
@@ -208,3 +214,14 @@ def _peer_error(timed: dict[str, Tensor], single: dict[str, Tensor]) -> float:
 def test_train_step(compare, setting: Any, case: Case, tmp_path: Path) -> None:
     peer = {"speculators": partial(start_peer, case, tmp_path, setting)}
     compare("train_step", ["auto", "reference", "speculators", "gemm"], case, gemm_flops(gemm_shapes(case)), peer)
+
+
+def test_ranks(compare, setting: Any, case: Case, request: pytest.FixtureRequest) -> None:
+    """Every rank has a batch of the case: N ranks do N times the tokens of one."""
+    ranks = request.config.getoption("ranks")
+    if not ranks:
+        pytest.skip("asked for with --ranks N")
+    runs = {"1 rank": (1, 0), f"{ranks} ranks, ZeRO-0": (ranks, 0), f"{ranks} ranks, ZeRO-3": (ranks, 3)}
+    script = [sys.executable, str(BENCH / "ranked_step.py"), json.dumps(asdict(case)), setting.dtype]
+    makers = {name: partial(Remote, [*script, str(size), str(stage)], 1) for name, (size, stage) in runs.items()}
+    compare("ranks", list(makers), case, makers=makers)

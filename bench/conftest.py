@@ -44,6 +44,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--providers", default="", help="comma-separated; none: every one that runs here")
     group.addoption("--rounds", type=int, default=5, help="turns of each provider")
     group.addoption("--threads", default="1", help="comma-separated numbers of CPU threads")
+    group.addoption("--ranks", type=int, default=0, help="bench_train_step: whole optimizer steps on so many ranks of one thread")
     group.addoption("--together", action="store_true", help="no process of its own for each provider: quick, memory less exact")
     group.addoption("--device", default="cpu", choices=("cpu", "cuda"))
     group.addoption(
