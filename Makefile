@@ -12,7 +12,7 @@ SERVED = VLLM_CPU_KVCACHE_SPACE=2 HF_HUB_OFFLINE=1 $(VLLM_VENV)/bin/python tests
 DEMO_SIZE = $(shell $(BIN)/python -c 'import torch; from eagle3_fast.precision import cpu_multiplies_bfloat16 as fast; \
   print("" if torch.cuda.is_available() or fast() else "prepare.max_samples=560 evaluate.max_prompts=4 evaluate.max_new_tokens=64")')
 
-.PHONY: bench bench-smoke bench-peer-venv kernels-report demo demo-zero3 test test-distributed test-vllm test-vllm-short test-dist lint install clean
+.PHONY: bench bench-smoke bench-peer-venv kernels-report demo demo-zero3 test test-distributed test-peers test-vllm test-vllm-short test-dist lint install clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python examples/smollm2.py build/smollm2 build/humaneval.jsonl
@@ -33,6 +33,10 @@ test: $(VENV)/.installed
 # Several ranks, real processes: the same mathematics on any number of them, every fault injected, the deepspeed launcher.
 test-distributed: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/distributed
+
+# Our run files in released speculators, and its configs and flags here.
+test-peers: $(VENV)/.installed $(PEER_VENV)/.installed
+	$(BIN)/python -m pytest tests/peers
 
 # The demo's draft in real vLLM (CPU, an environment of its own): same text as plain vLLM, acceptance as our own evaluation says.
 test-vllm: build/demo/evaluation.json $(VLLM_VENV)/.installed
@@ -67,7 +71,7 @@ test-dist: $(VENV)/.installed
 	rm -rf build/dist && $(BIN)/python -m build -q --no-isolation --outdir build/dist .
 	$(PYTHON) -m venv --clear build/dist/venv
 	build/dist/venv/bin/pip install -q --no-deps build/dist/*.whl
-	cd build/dist && for verb in regenerate prepare vocab extract train export evaluate report run check show-mask doctor; do \
+	cd build/dist && for verb in regenerate prepare vocab extract plan train export convert evaluate report run check show-mask doctor; do \
 	  venv/bin/eagle3-fast $$verb --help > /dev/null || exit 1; done
 	cd build/dist && venv/bin/python -c 'import eagle3_fast, pathlib; p = pathlib.Path(eagle3_fast.__file__).parent; assert "dist" in str(p)'
 

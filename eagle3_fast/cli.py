@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,9 +22,11 @@ EXIT_INTERRUPTED = 75  # EX_TEMPFAIL: everything is saved, run the same command 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one verb; bad input gives one line on standard error and exit code 2, an interrupted run exit code 75."""
-    options = _parser().parse_args(arguments)
+    words = sys.argv[1:] if arguments is None else arguments
+    options, rest = _parser("train" in words).parse_known_args(words)
     configure()
     try:
+        _place(options, rest)
         options.run(options)
     except InputError as error:
         print(f"eagle3-fast: error: {error}", file=sys.stderr)
@@ -34,20 +37,27 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(with_flags: bool = False) -> argparse.ArgumentParser:
+    """Of all verbs. The flags of `train` load the run file's schema, without which `doctor` can tell what is missing."""
     parser = argparse.ArgumentParser(prog="eagle3-fast", description="Train EAGLE-3 draft models for speculative decoding.")
     parser.add_argument("--version", action="version", version=__version__)
+    parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # the DeepSpeed launcher says it here and in the environment
     verbs = parser.add_subparsers(title="verbs", required=True, metavar="VERB")
     _add_run_verb(verbs, "regenerate", _regenerate, "let the verifier answer prompts, so that the draft learns its own text")
     _add_run_verb(verbs, "prepare", _prepare, "chats into token rows with loss masks")
     _add_run_verb(verbs, "vocab", _vocab, "choose the draft vocabulary from the counted tokens")
     _add_run_verb(verbs, "extract", _extract, "store the verifier's hidden states of every row")
-    train = _add_run_verb(verbs, "train", _train, "train the draft")
-    train.add_argument("--online", action="store_true", help="compute hidden states while training, store none")
+    _add_train(verbs, with_flags)
+    plan = _add_run_verb(verbs, "plan", _plan, "what disk and GPU memory a run needs, and what fits; nothing is loaded")
+    plan.add_argument("--gpus", type=int, default=1, help="how many (1)")
+    plan.add_argument("--gpu-memory", help="of each, such as 96GiB; default: that of the GPU present")
+    plan.add_argument("--online", action="store_true", help="count the verifier too, for `train --online`")
     _add_run_verb(verbs, "evaluate", _evaluate, "decode prompts speculatively and measure acceptance")
-    _add_run_verb(verbs, "export", _export, "write the folder that a server loads")
+    export = _add_run_verb(verbs, "export", _export, "write the folder that a server loads")
+    export.add_argument("--format", choices=("speculators", "sglang"), help="layout, instead of the run file's export.format")
     _add_run_verb(verbs, "report", _report, "write the run's HTML report")
     _add_run_verb(verbs, "run", _run, "every verb from prepare to report, in order")
+    _add_convert(verbs)
     check = verbs.add_parser("check", help="verify an exported draft folder")
     check.add_argument("folder", type=Path)
     check.set_defaults(run=_check)
@@ -71,10 +81,49 @@ def _add_run_verb(
     return parser
 
 
+def _add_convert(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    summary = "a draft of SafeAILab, SpecForge, SGLang or speculators in another layout, with the same logits"
+    parser = verbs.add_parser("convert", help=summary, description=summary)
+    parser.add_argument("source", metavar="SOURCE", help="folder of the draft, or its id in the Hugging Face cache")
+    parser.add_argument("folder", metavar="DEST", type=Path, help="folder to write")
+    parser.add_argument("--verifier", required=True, help="folder or cached id of the verifier that the draft was trained for")
+    parser.add_argument("--to", required=True, choices=("speculators", "sglang"), help="layout: speculators for vLLM")
+    parser.add_argument(
+        "--aux-layer-ids", type=int, nargs="+", metavar="J", help="after how many decoder layers aux states are taken, if unknown"
+    )
+    parser.set_defaults(run=_convert)
+
+
+def _add_train(verbs: argparse._SubParsersAction[argparse.ArgumentParser], with_flags: bool) -> None:
+    """`train` needs no run file: it takes every flag of speculators' own training command."""
+    usage = "eagle3-fast train [--config run.yaml] [flags] [section.key=value ...]"
+    parser = verbs.add_parser("train", help="train the draft", description="train the draft", usage=usage, allow_abbrev=False)
+    parser.add_argument("--config", type=Path, help="run file (YAML)")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="values that replace those of the run file")
+    parser.add_argument("--online", action="store_true", help="compute hidden states while training, store none")
+    parser.add_argument("--dump-config", action="store_true", help="print the run file that all this amounts to, and end")
+    parser.set_defaults(run=_train)
+    if with_flags:
+        from eagle3_fast.flags import add_flags
+
+        add_flags(parser)
+
+
+def _place(options: argparse.Namespace, rest: list[str]) -> None:
+    """Overrides may stand anywhere among the flags; anything else that no argument took is refused."""
+    for word in rest:
+        if word.startswith("-") or "=" not in word or "overrides" not in options:
+            flag = word.partition("=")[0]
+            near = get_close_matches(flag, getattr(options, "flags", ()), n=1)
+            raise InputError(f"unknown argument {flag}" + (f"; did you mean {near[0]}?" if near else ""))
+        options.overrides.append(word)
+
+
 def _config(options: argparse.Namespace) -> RunConfig:
     from eagle3_fast.config import load_run_config
+    from eagle3_fast.flags import given
 
-    return load_run_config(options.config, options.overrides)
+    return load_run_config(options.config, options.overrides, given(options))
 
 
 def _regenerate(options: argparse.Namespace) -> None:
@@ -102,17 +151,40 @@ def _extract(options: argparse.Namespace) -> None:
 
 
 def _train(options: argparse.Namespace) -> None:
+    config = _config(options)
+    if options.dump_config:
+        from eagle3_fast.config import run_file
+
+        print(run_file(config, whole=True), end="")
+        return
     from eagle3_fast.train.trainer import train
 
-    train(_config(options), options.online)
+    train(config, options.online)
+
+
+def _plan(options: argparse.Namespace) -> None:
+    from eagle3_fast.train.plan import plan, recommendation, table
+
+    planned = plan(_config(options), options.gpus, options.gpu_memory, options.online)
+    table(planned)
+    print(f"recommended: {recommendation(planned)}")
 
 
 def _export(options: argparse.Namespace) -> None:
-    from eagle3_fast.export.speculators import export
+    from eagle3_fast.export import sglang, speculators
     from eagle3_fast.train.checkpoint import servable_checkpoint
 
+    if options.format:
+        options.overrides = [*options.overrides, f"export.format={options.format}"]
     config = _config(options)
+    export = sglang.export if config.export.format == "sglang" else speculators.export
     export(config, servable_checkpoint(Path(config.train.trainer.save_path)))
+
+
+def _convert(options: argparse.Namespace) -> None:
+    from eagle3_fast.export.convert import convert
+
+    convert(options.source, options.folder, options.verifier, options.to, options.aux_layer_ids)
 
 
 def _evaluate(options: argparse.Namespace) -> None:

@@ -1,14 +1,17 @@
 """The run file: one YAML document that every verb reads.
 
-The groups under `train:` carry the names and defaults of speculators 0.9, so that a file of theirs reads here; our own sections
-stand beside `train:` and share their name with the verb or part that they steer. Unknown keys are errors that name the nearest
-known key. Precedence: command line (`section.key=value`) over file over default.
+The groups under `train:` carry the names and defaults of speculators 0.9, so that a file of theirs reads here; what its releases
+spell otherwise is in `spellings`. Our own sections stand beside `train:` and share their name with the verb or part that they
+steer. Unknown keys are errors that name the nearest known key. Precedence: flag over `section.key=value` over file over default.
 """
 
 from __future__ import annotations
 
-import difflib
 import json
+import os
+from collections.abc import Iterable, Iterator
+from datetime import datetime, timezone
+from difflib import SequenceMatcher, get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,6 +19,8 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from eagle3_fast.errors import InputError
+from eagle3_fast.log import say_once
+from eagle3_fast.spellings import ALGORITHMS, GROUPS, KEYS, canonical
 
 
 class Section(BaseModel):
@@ -32,22 +37,17 @@ class VerifierSection(Section):
     trust_remote_code: bool = False
 
 
-SHAPING_KEYS = {
-    "num_layers",
-    "draft_arch",
-    "draft_hidden_act",
-    "sliding_window",
-    "full_attention_indices",
-    "norm_before_residual",
-    "norm_before_fc",
-    "fc_norm",
-    "norm_output",
-}
-"""Keys of `train.draft` that shape a new draft."""
+SHAPING_KEYS = ("num_layers", "draft_arch", "draft_hidden_act", "sliding_window", "full_attention_indices")
+"""Keys of `train.draft` that shape the decoder of a new draft; another source of it excludes them, even at their defaults."""
+NORM_KEYS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+"""Keys of `train.draft` that a whole draft config overrules, as in speculators."""
 
 
 class DraftSection(Section):
     from_pretrained: str = Field("", description="folder with a speculators config.json, with or without weights")
+    draft_config: str = Field(
+        "", description="decoder config of a new draft (folder or JSON file) in place of the verifier's sizes"
+    )
     num_layers: int = Field(1, ge=1)
     draft_arch: Literal["llama", "qwen3"] = "llama"
     draft_hidden_act: Literal["silu"] = "silu"
@@ -63,11 +63,22 @@ class DraftSection(Section):
     sliding_window: int = Field(2048, ge=1)
     full_attention_indices: list[int] = Field([], description="draft layers without the sliding window")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _norms_of_pretrained(cls, data: Any) -> Any:
+        if not isinstance(data, dict) or not data.get("from_pretrained"):
+            return data
+        overruled = [name for name in NORM_KEYS if name in data]
+        if overruled:
+            say_once(f"train.draft.from_pretrained brings its own config: {', '.join(overruled)} not used")
+        return {name: value for name, value in data.items() if name not in overruled}
+
     @model_validator(mode="after")
     def _one_definition(self) -> DraftSection:
-        clash = sorted(self.model_fields_set & SHAPING_KEYS) if self.from_pretrained else []
+        sources = [name for name in ("from_pretrained", "draft_config") if getattr(self, name)]
+        clash = [*sources[1:], *sorted(self.model_fields_set & set(SHAPING_KEYS))] if sources else []
         if clash:
-            raise ValueError(f"from_pretrained brings its own config, so {', '.join(clash)} cannot be given beside it")
+            raise ValueError(f"{sources[0]} brings its own config, so {', '.join(clash)} cannot be given beside it")
         return self
 
     @model_validator(mode="after")
@@ -155,15 +166,39 @@ class TrainerSection(Section):
 
 
 class LoggingSection(Section):
-    logger: Literal["", "tensorboard"] = ""
+    logger: str = Field("", description="tensorboard, or nothing: metrics.jsonl is always written")
     log_dir: str = "./logs"
-    run_name: str | None = None
+    run_name: str | None = Field(None, description="none: run; may hold {time}, {utc_time}, {rank} and {local_rank}")
+
+    @field_validator("logger")
+    @classmethod
+    def _known_loggers(cls, value: str) -> str:
+        unknown = {name.strip() for name in value.split(",")} - {"", "tensorboard"}
+        if unknown:
+            raise ValueError(f"{', '.join(sorted(unknown))} is not supported; metrics go to metrics.jsonl and to tensorboard")
+        return value
+
+    @property
+    def board(self) -> Path | None:
+        """TensorBoard's folder, the placeholders of the run's name filled in; None without a logger."""
+        if not self.logger.strip(" ,"):
+            return None
+        name = self.run_name or "run"
+        for placeholder, value in (
+            ("{time}", datetime.now().isoformat(timespec="seconds")),
+            ("{utc_time}", datetime.now(timezone.utc).isoformat(timespec="seconds")),
+            ("{rank}", os.environ.get("RANK", "0")),
+            ("{local_rank}", os.environ.get("LOCAL_RANK", "0")),
+        ):
+            name = name.replace(placeholder, value)
+        return Path(self.log_dir) / name
 
 
 class TrainSection(Section):
     """What speculators calls the training config."""
 
-    speculator_type: Literal["eagle3"] = "eagle3"
+    speculator_type: str = Field("eagle3", description="eagle3; speculators' other algorithms are not trained here")
+    dry_run: bool = Field(False, description="write the draft as training would begin with it into save_path, and end")
     seed: int = 42
     verifier: VerifierSection
     draft: DraftSection = DraftSection()
@@ -174,6 +209,14 @@ class TrainSection(Section):
     scheduler: SchedulerSection = SchedulerSection()
     trainer: TrainerSection = TrainerSection()
     logging: LoggingSection = LoggingSection()
+
+    @field_validator("speculator_type")
+    @classmethod
+    def _eagle3(cls, value: str) -> str:
+        if value != "eagle3":
+            known = f"{value} is another algorithm" if value in ALGORITHMS else f"{value!r} is not known"
+            raise ValueError(f"{known}; this trainer trains eagle3 drafts only")
+        return value
 
 
 # --- our own sections --------------------------------------------------------------------------------------------------
@@ -209,7 +252,7 @@ class ExtractSection(Section):
 
 
 class OpsSection(Section):
-    impl: Literal["auto", "fused", "reference"] = "auto"
+    impl: Literal["auto", "flash", "fused", "reference"] = "auto"
     logits: Literal["centred", "float32", "bfloat16"] = Field(
         "centred",
         description="storage of logits in fused ops: bfloat16 relative to a likely token, float32 (slower where the "
@@ -226,7 +269,7 @@ class EngineSection(Section):
     mask_rule: Literal["upstream", "label"] = Field(
         "upstream", description="which token's mask weighs a row: its input token (speculators) or the token it predicts"
     )
-    accumulation: int = Field(1, ge=1, description="packed batches of one optimizer step")
+    accumulation: int = Field(1, ge=1, description="packed batches of one optimizer step on each rank")
     max_grad_norm: float = Field(1.0, gt=0)
     divisor: Literal["step", "batch"] = Field(
         "step", description="supervised tokens of the whole optimizer step, or of each packed batch (speculators)"
@@ -235,14 +278,25 @@ class EngineSection(Section):
         False,
         description="run the feed-forward half of every TTT step again in the backward pass: keeps a quarter of the activations",
     )
+    keep_last: int | None = Field(None, ge=1, description="checkpoints to keep beside the best one; none: all")
+    profile_steps: tuple[int, int] | None = Field(
+        None, description="first and last optimizer step of a torch profiler trace, written to <save_path>/profile"
+    )
     on_nan: Literal["stop", "skip"] = Field("stop", description="a step whose loss or gradient is not finite")
     deterministic: bool = Field(True, description="bit-exact kernels where torch has a choice")
+
+    @field_validator("compat", mode="before")
+    @classmethod
+    def _as_text(cls, value: Any) -> Any:
+        return str(value) if isinstance(value, float) else value  # YAML reads an unquoted 0.3 as a number
 
 
 class DeepSpeedSection(Section):
     """How several processes share a run; read only where a launcher started them."""
 
-    stage: Literal[0, 1, 2, 3] = Field(3, description="ZeRO: what is split over the ranks; 1 optimizer, 2 gradients too, 3 weights too")
+    stage: Literal[0, 1, 2, 3] = Field(
+        3, description="ZeRO: what is split over the ranks; 1 optimizer, 2 gradients too, 3 weights too"
+    )
     offload_optimizer: bool = Field(False, description="keep masters and optimizer states in host memory and update them there")
     overlap_communication: bool = Field(True, description="reduce gradients while the backward pass goes on")
     config: str | None = Field(None, description="DeepSpeed JSON whose keys are added to those that the run file sets")
@@ -261,6 +315,9 @@ class EvaluateSection(Section):
 
 class ExportSection(Section):
     output: str = "./output/draft"
+    format: Literal["speculators", "sglang"] = Field(
+        "speculators", description="speculators: vLLM, `evaluate`; sglang: SGLang and SafeAILab"
+    )
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
 
 
@@ -304,8 +361,32 @@ def parse_loss(text: str) -> dict[str, float]:
     return {name: float(weight) for name, weight in terms.items()}
 
 
-def load_run_config(path: str | Path, overrides: list[str] | None = None) -> RunConfig:
-    """Read a run file and apply `section.key=value` overrides. Any fault is an `InputError` naming file, key and remedy."""
+def load_run_config(path: str | Path | None, overrides: list[str] | None = None, flags: dict[str, Any] | None = None) -> RunConfig:
+    """The run that a file (none: an empty one), `section.key=value` overrides and `train`'s flags (by dotted key) describe.
+
+    Any fault is an `InputError` naming file, key and remedy. What a spelling of speculators was taken for is logged once.
+    """
+    source = str(path or "command line")
+    values = _taken(_leaves("", _document(path)), source)
+    for override in overrides or []:
+        values |= _taken(_leaves(*_parsed(override)), f"override {override!r}")
+    values |= _taken((flags or {}).items(), "command line")
+    try:
+        return RunConfig.model_validate(_nested(values))
+    except ValidationError as error:
+        raise InputError(f"{source}: " + "; ".join(_explain(item) for item in error.errors())) from None
+
+
+def _document(path: str | Path | None) -> dict[str, Any]:
+    """A run file with its `train:`; groups of a file without one are put under it, as speculators reads them."""
+    document = {} if path is None else _read(path)
+    if "train" in document:
+        return document
+    beside = {name: value for name, value in document.items() if name in RunConfig.model_fields}
+    return {"train": {name: value for name, value in document.items() if name not in beside}, **beside}
+
+
+def _read(path: str | Path) -> dict[str, Any]:
     try:
         document = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -316,50 +397,118 @@ def load_run_config(path: str | Path, overrides: list[str] | None = None) -> Run
         raise InputError(f"{path}: cannot be read ({error.strerror})") from None
     if not isinstance(document, dict):
         raise InputError(f"{path}: a run file is a mapping with a `train:` section, this is {type(document).__name__}")
-    for override in overrides or []:
-        _apply_override(document, override)
-    try:
-        return RunConfig.model_validate(document)
-    except ValidationError as error:
-        raise InputError(f"{path}: " + "; ".join(_explain(item) for item in error.errors())) from None
+    return document
 
 
-def _apply_override(document: dict[str, Any], override: str) -> None:
+def _parsed(override: str) -> tuple[str, Any]:
     key, separator, value = override.partition("=")
     if not separator:
         raise InputError(f"override {override!r} is not of the form section.key=value")
+    try:
+        return key, yaml.safe_load(value) if value else ""
+    except yaml.YAMLError as error:
+        raise InputError(f"override {override!r}: its value is not valid YAML: {' '.join(str(error).split())}") from None
+
+
+def _taken(leaves: Iterable[tuple[str, Any]], source: str) -> dict[str, Any]:
+    """The values of one source by our own dotted keys; says what became of the others."""
+    values, lines = canonical(leaves, source)
+    for line in lines:
+        say_once(line)
+    return values
+
+
+def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Values by dotted key: what lies in a section, however it is nested; an empty section has none."""
+    if path and path not in SECTIONS:
+        yield path, value
+    elif isinstance(value, dict):
+        for name, inner in value.items():
+            yield from _leaves(f"{path}.{name}" if path else str(name), inner)
+    elif value is not None:
+        yield path, value
+
+
+def _nested(values: dict[str, Any]) -> dict[str, Any]:
+    """Values by dotted key as a document. `train.verifier` is always there: it holds the one key that a run cannot do without."""
+    document: dict[str, Any] = {"train": {"verifier": {}}}
+    for key, value in values.items():
+        _put(document, key, value)
+    return document
+
+
+def run_file(config: RunConfig, whole: bool = False) -> str:
+    """The YAML that reads back to `config`, here and in speculators.
+
+    It holds what differs from our defaults, and from speculators' defaults where they are others. whole: all of `train:`. What another
+    source of the draft's config excludes is left out.
+    """
+    document = config.model_dump(mode="json", exclude_defaults=True)
+    everything = config.model_dump(mode="json", include={"train"})
+    if whole:
+        document["train"] = everything["train"]
+    for key in KEYS:
+        if key.place == "own" and _at(everything, key.path) != key.effective:
+            _put(document, key.path, _at(everything, key.path))
+    draft = config.train.draft
+    excluded = (*SHAPING_KEYS, *NORM_KEYS) if draft.from_pretrained else SHAPING_KEYS if draft.draft_config else ()
+    for name in excluded:
+        document["train"].get("draft", {}).pop(name, None)
+    return yaml.safe_dump(document, sort_keys=False, allow_unicode=True)
+
+
+def _at(document: dict[str, Any], key: str) -> Any:
+    value: Any = document
+    for name in key.split("."):
+        value = value[name]
+    return value
+
+
+def _put(document: dict[str, Any], key: str, value: Any) -> None:
+    """Set the value of a dotted key; sections that are not there yet are made."""
     *groups, leaf = key.split(".")
     for group in groups:
         document = document.setdefault(group, {})
         if not isinstance(document, dict):
-            raise InputError(f"override {override!r}: {group} is not a section")
-    try:
-        document[leaf] = yaml.safe_load(value) if value else ""
-    except yaml.YAMLError as error:
-        raise InputError(f"override {override!r}: its value is not valid YAML: {' '.join(str(error).split())}") from None
+            raise InputError(f"{key}: {group} is not a section")
+    document[leaf] = value
 
 
 def _explain(item: Any) -> str:
     """One pydantic error as `where: what`, with the nearest known key for an unknown one."""
     where = ".".join(str(part) for part in item["loc"]) or "run file"
     if item["type"] == "extra_forbidden":
-        return f"unknown key {where}{_nearest(str(item['loc'][-1]), known_keys())}"
+        if where in SECTIONS:  # a group that only speculators has: all but its unknown keys were taken out
+            where = ".".join((where, *list(item["input"])[:1]))
+        return f"unknown key {where}{_nearest(where, [*known_keys(), *(key.path for key in KEYS)])}"
     if item["type"] == "missing":
-        return f"{where} is required"
+        return f"{where} is required (flag --{str(item['loc'][-1]).replace('_', '-')})"
     return f"{where}: {item['msg'].removeprefix('Value error, ')}"
 
 
-def _nearest(name: str, known: Any) -> str:
-    leaves = {key.rpartition(".")[2]: key for key in known}
-    match = difflib.get_close_matches(name, leaves, n=1, cutoff=0.5)
+def _nearest(name: str, known: Iterable[str]) -> str:
+    """The known key whose last part is most like that of `name`; of several, the one in the most alike section."""
+    section, _, leaf = name.rpartition(".")
+    keys = sorted(known, key=lambda key: SequenceMatcher(None, key.rpartition(".")[0], section).ratio())
+    leaves = {key.rpartition(".")[2]: key for key in keys}
+    match = get_close_matches(leaf, leaves, n=1, cutoff=0.5)
     return f"; did you mean {leaves[match[0]]}?" if match else ""
 
 
-def known_keys(section: type[BaseModel] = RunConfig, prefix: str = "") -> list[str]:
+def known_keys() -> list[str]:
     """Every key of the run file in dotted form."""
-    keys = []
+    return list(descriptions())
+
+
+def descriptions(section: type[BaseModel] = RunConfig, prefix: str = "") -> dict[str, str]:
+    """What every key of the run file is, by dotted key; empty where its name says it."""
+    texts = {}
     for name, info in section.model_fields.items():
-        keys.append(prefix + name)
+        texts[prefix + name] = info.description or ""
         if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
-            keys += known_keys(info.annotation, f"{prefix}{name}.")
-    return keys
+            texts |= descriptions(info.annotation, f"{prefix}{name}.")
+    return texts
+
+
+SECTIONS = {key.rpartition(".")[0] for key in known_keys()} | {f"train.{group}" for group in GROUPS}
+"""Every section of the run file in dotted form, and speculators' groups that it lacks."""

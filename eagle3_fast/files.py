@@ -29,6 +29,25 @@ def written_aside(path: str | os.PathLike[str]) -> Iterator[Path]:
         partial.unlink(missing_ok=True)
 
 
+@contextmanager
+def folder_written_aside(folder: str | os.PathLike[str]) -> Iterator[Path]:
+    """Yield a new folder beside `folder`; swap it in when the block ends without an error, remove it otherwise."""
+    folder = Path(folder).resolve()
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", suffix=".partial", dir=folder.parent) as aside:
+        new, old = Path(aside) / "new", Path(aside) / "old"
+        new.mkdir()
+        yield new
+        if folder.exists():
+            os.replace(folder, old)
+        try:
+            os.replace(new, folder)
+        except OSError:
+            if old.exists():
+                os.replace(old, folder)
+            raise
+
+
 def write_json(path: str | os.PathLike[str], value: Any) -> None:
     """Write `value` as sorted, indented JSON."""
     with written_aside(path) as partial:

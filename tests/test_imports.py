@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parent.parent / "eagle3_fast"
-PLAIN = {"records", "config", "errors", "files", "log", "precision"}
+PLAIN = {"records", "config", "spellings", "errors", "files", "log", "precision"}
 ALLOWED = {
     "reference": set(),
     "ops": {"reference", *PLAIN},
@@ -58,3 +58,10 @@ def test_importing_the_package_loads_nothing() -> None:
     code = f"import sys, eagle3_fast, eagle3_fast.cli; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_one_file_knows_deepspeed() -> None:
+    knowing = {
+        str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if any(n.startswith("deepspeed") for n in imports(path))
+    }
+    assert knowing == {"train/deepspeed_engine.py"}

@@ -33,11 +33,16 @@ def test_overrides_win(file: Path) -> None:
     assert config.prepare.data == ["a", "b"]
 
 
+def test_a_release_may_be_written_as_a_number(file: Path) -> None:
+    assert load_run_config(file, ["engine.compat=0.3"]).engine.compat == "0.3"
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
         ("train.optimizer.lrr=1", "unknown key train.optimizer.lrr; did you mean train.optimizer.lr?"),
         ("lr=1", "unknown key lr; did you mean train.optimizer.lr?"),
+        ("num_workers=1", "unknown key num_workers; did you mean train.data.num_workers?"),
         ("train.optimizer.lr=-1", "train.optimizer.lr: Input should be greater than 0"),
         ("train.loss.loss_fn=kl", "unknown loss 'kl'"),
         ('train.loss.loss_fn={"tv": true}', "loss_fn"),
@@ -56,7 +61,15 @@ def test_a_mistake_is_one_line_that_names_it(file: Path, override: str, message:
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("text", "message"), [("a: [", "not valid YAML"), ("- a", "mapping"), ("{}", "train is required")])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: [", "not valid YAML"),
+        ("- a", "mapping"),
+        ("{}", "train.verifier.verifier_name_or_path is required"),
+        ("train: 5", "train: Input should be"),
+    ],
+)
 def test_files_that_are_no_run_file(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "run.yaml").write_text(text)
     with pytest.raises(InputError, match=message):

@@ -168,23 +168,29 @@ def mapping_faults(config: DraftConfig, tensors: dict[str, Tensor]) -> list[str]
     return faults
 
 
-@torch.no_grad()
 def probe_faults(draft: Draft) -> list[str]:
     """Two draft steps on random input give finite logits that differ from row to row."""
-    generator = torch.Generator().manual_seed(0)
-    config = draft.config
-    tokens = torch.randint(config.verifier_vocab_size, (PROBE_ROWS,), generator=generator)
-    hidden = draft.fuse(torch.randn(PROBE_ROWS, draft.fc.in_features, generator=generator))
-    attend: list[Attend] = [causal_attention] * len(draft.layers)
     faults = []
-    for step in range(2):
-        normed, hidden = draft.step(draft.embed(tokens), hidden, torch.arange(PROBE_ROWS) + step, attend)
-        logits = normed @ draft.lm_head.weight.T
+    for step, logits in enumerate(probe_logits(draft)):
         if not logits.isfinite().all():
             faults.append(f"logits of draft step {step} are not finite on random input")
         elif torch.equal(logits[0], logits[-1]):
             faults.append(f"logits of draft step {step} do not depend on the input")
     return faults
+
+
+@torch.no_grad()
+def probe_logits(draft: Draft) -> list[Tensor]:
+    """Logits [rows, V] of two draft steps on random tokens and aux states, the same for every draft of the same sizes."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(draft.config.verifier_vocab_size, (PROBE_ROWS,), generator=generator)
+    hidden = draft.fuse(torch.randn(PROBE_ROWS, draft.fc.in_features, generator=generator))
+    attend: list[Attend] = [causal_attention] * len(draft.layers)
+    found = []
+    for step in range(2):
+        normed, hidden = draft.step(draft.embed(tokens), hidden, torch.arange(PROBE_ROWS) + step, attend)
+        found.append(normed @ draft.lm_head.weight.T)
+    return found
 
 
 def causal_attention(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,24 +12,16 @@ from transformers import PreTrainedConfig
 from eagle3_fast.config import RunConfig
 from eagle3_fast.errors import InputError
 from eagle3_fast.export.check import check
+from eagle3_fast.export.engines import FIRST_RELEASE
 from eagle3_fast.extract.shape import load_config, local_folder
 from eagle3_fast.extract.weights import verifier_weights
+from eagle3_fast.files import folder_written_aside
 from eagle3_fast.log import logger
 from eagle3_fast.model.config import DraftConfig, parse_draft_config
 from eagle3_fast.model.draft import Draft, load_draft, save_draft
 
 FILES = {"config.json", "model.safetensors"}
 """What an exported folder holds, and nothing else: engines load every weight file that they find."""
-
-SERVED_BY = {
-    "norm_before_residual": "vLLM 0.32",
-    "norm_before_fc": "vLLM 0.32",
-    "fc_norm": "vLLM 0.32",
-    "norm_output": "vLLM 0.32",
-    "sliding_window": "vLLM 0.32",
-    "qwen3": "vLLM 0.32",
-}
-"""For every choice that changes the draft's computation: the first engine release seen to follow it. Others may ignore it."""
 
 DROPPED = ("quantization_config", "compression_config", "auto_map")
 """Keys of an inherited config that would be false here: the draft's weights are plain, and no Python file lies beside them."""
@@ -55,28 +43,33 @@ def export(config: RunConfig, checkpoint: Path) -> Path:
             output folder holds files of another origin.
     """
     output, dtype = Path(config.export.output), getattr(torch, config.export.dtype)
-    _refuse_foreign(output, checkpoint)
+    if config.export.format != "speculators":
+        raise InputError(
+            f"export.format is {config.export.format}, which `evaluate` and `run` cannot read: leave it at speculators here, then "
+            f"`eagle3-fast export --format {config.export.format}` into another export.output"
+        )
+    refuse_foreign(output, checkpoint, "export.output")
     draft = load_draft(checkpoint)
     draft.config = servable_config(draft.config, config)
-    for warning in warnings_about(draft.config, config):
+    for warning in [*warnings_about(draft.config, config, "vLLM"), *path_warning(config)]:
         logger.warning(warning)
     _warn_about_embedding(draft.embed_tokens.weight, config, dtype)
-    with _folder_written_aside(output) as partial:
+    with folder_written_aside(output) as partial:
         save_draft(draft, partial, dtype)
         try:
             report = check(partial)
         except InputError as error:  # name what the user has; the partial folder is gone by the time this is read
             raise InputError(str(error).replace(str(partial), f"export of {checkpoint}")) from None
-        _same_tensors(draft, load_draft(partial), dtype)
+        same_tensors(draft, load_draft(partial), dtype)
     logger.info(f"{output}: {report}")
     return output
 
 
 def servable_config(draft: DraftConfig, run: RunConfig) -> DraftConfig:
     """The draft's config with nothing left to an engine's defaults, fitted to the run's verifier. Raises InputError."""
-    verifier = _verifier_config(run)
+    verifier = verifier_config(run)
     text = verifier.get_text_config(decoder=True)
-    _refuse_other_verifier(draft, text, run.train.verifier.verifier_name_or_path)
+    refuse_other_verifier(draft, text, run.train.verifier.verifier_name_or_path)
     data = draft.model_dump(mode="json")
     layer, methods = data["transformer_layer_config"], data["speculators_config"]
     for key in DROPPED:
@@ -91,14 +84,12 @@ def servable_config(draft: DraftConfig, run: RunConfig) -> DraftConfig:
     return parse_draft_config(data, "export")
 
 
-def warnings_about(draft: DraftConfig, run: RunConfig) -> list[str]:
+def warnings_about(draft: DraftConfig, run: RunConfig, engine: str) -> list[str]:
     """What may go wrong in an engine although the folder is right, one line each."""
-    layer, text = draft.transformer_layer_config, _verifier_config(run).get_text_config(decoder=True)
-    name = run.train.verifier.verifier_name_or_path
+    layer, text = draft.transformer_layer_config, verifier_config(run).get_text_config(decoder=True)
     found = []
-    if flags := served_flags(draft):
-        engines = sorted({SERVED_BY[flag] for flag in flags})
-        found.append(f"{', '.join(flags)}: followed by {', '.join(engines)}; an older or another engine may ignore them silently")
+    for release, flags in _releases(served_flags(draft), engine).items():
+        found.append(f"{', '.join(flags)}: followed by {release}; an older or another engine may ignore them silently")
     for flag in sorted(_unknown_flags(draft)):
         found.append(f"{flag}: no engine is known to follow this flag of the draft's config")
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
@@ -108,23 +99,38 @@ def warnings_about(draft: DraftConfig, run: RunConfig) -> list[str]:
             f"the draft's key-value cache ({layer.num_key_value_heads} heads x {layer.head_dim}) differs from the verifier's "
             f"({heads} x {size}): some engines give both one cache layout and refuse this"
         )
-    if Path(name).exists():
-        found.append(
-            f"config.json names the verifier by its local folder {name}: to serve elsewhere, correct "
-            "speculators_config.verifier.name_or_path"
-        )
     return found
 
 
+def path_warning(run: RunConfig) -> list[str]:
+    """The one line to say where config.json would hold a path of this machine."""
+    name = run.train.verifier.verifier_name_or_path
+    remedy = "to serve elsewhere, correct speculators_config.verifier.name_or_path"
+    return [f"config.json names the verifier by its local folder {name}: {remedy}"] if Path(name).exists() else []
+
+
 def served_flags(draft: DraftConfig) -> list[str]:
-    """The keys of `SERVED_BY` that this draft uses."""
+    """The keys of `FIRST_RELEASE` that this draft uses."""
     layer = draft.transformer_layer_config
-    used = {flag for flag in SERVED_BY if getattr(draft, flag, False)}
-    if any(layer.window(index) for index in range(layer.num_hidden_layers)):
-        used.add("sliding_window")
-    if layer.model_type == "qwen3":
-        used.add("qwen3")
-    return [flag for flag in SERVED_BY if flag in used]
+    derived = {
+        "num_layers": layer.num_hidden_layers > 1,
+        "target_layer_ids": draft.num_aux != 3,
+        "sliding_window": any(layer.window(index) for index in range(layer.num_hidden_layers)),
+        "qwen3": layer.model_type == "qwen3",
+        "attention_bias": layer.attention_bias,
+        "mlp_bias": layer.mlp_bias,
+        "partial_rotary_factor": layer.rope_parameters.get("partial_rotary_factor", 1.0) != 1,
+    }
+    return [flag for flag in FIRST_RELEASE if derived.get(flag, getattr(draft, flag, False))]
+
+
+def _releases(flags: list[str], engine: str) -> dict[str, list[str]]:
+    """Flags by the release of `engine` that first follows them."""
+    found: dict[str, list[str]] = {}
+    for flag in flags:
+        release = FIRST_RELEASE[flag].get(engine)
+        found.setdefault(f"{engine} {release}" if release else f"no {engine} that was looked at", []).append(flag)
+    return found
 
 
 def _unknown_flags(draft: DraftConfig) -> set[str]:
@@ -132,12 +138,14 @@ def _unknown_flags(draft: DraftConfig) -> set[str]:
     return {key for key, value in (draft.model_extra or {}).items() if value is True and key not in INERT}
 
 
-def _verifier_config(run: RunConfig) -> PreTrainedConfig:
+def verifier_config(run: RunConfig) -> PreTrainedConfig:
+    """The config of the run's verifier."""
     section = run.train.verifier
     return load_config(local_folder(section.verifier_name_or_path), section.trust_remote_code)
 
 
-def _refuse_other_verifier(draft: DraftConfig, text: Any, name: str) -> None:
+def refuse_other_verifier(draft: DraftConfig, text: Any, name: str) -> None:
+    """Raise InputError where the draft's sizes are not those of the verifier `name` with text config `text`."""
     for what, own, its in (
         ("vocabulary", draft.verifier_vocab_size, text.vocab_size),
         ("hidden size", draft.verifier_hidden_size, text.hidden_size),
@@ -190,41 +198,22 @@ def _warn_about_embedding(embed: Tensor, run: RunConfig, dtype: torch.dtype) -> 
         )
 
 
-def _same_tensors(draft: Draft, reloaded: Draft, dtype: torch.dtype) -> None:
+def same_tensors(draft: Draft, reloaded: Draft, dtype: torch.dtype) -> None:
+    """Raise OSError where what was read back is not what was to be written."""
     expected, found = draft.exported_tensors(dtype), reloaded.exported_tensors(dtype)
     different = sorted(name for name in expected if not torch.equal(expected[name], found[name]))
     if different:
         raise OSError(f"{', '.join(different)}: read back with other values than were written; the disk is not to be trusted")
 
 
-def _refuse_foreign(output: Path, checkpoint: Path) -> None:
+def refuse_foreign(output: Path, source: Path, what: str) -> None:
     """The whole folder is replaced, so it may hold an earlier export only."""
-    if output.resolve() == Path(checkpoint).resolve():
-        raise InputError(f"export.output {output} is the checkpoint itself: choose another folder")
+    if output.resolve() == Path(source).resolve():
+        raise InputError(f"{what} {output} is the checkpoint itself: choose another folder")
     if output.exists() and not output.is_dir():
-        raise InputError(f"export.output {output} is not a folder: choose another")
+        raise InputError(f"{what} {output} is not a folder: choose another")
     foreign = sorted({path.name for path in output.iterdir()} - FILES) if output.exists() else []
     if foreign:
         raise InputError(
-            f"export.output {output} holds {', '.join(foreign[:5])}, which export did not write: "
-            "move it away or choose another folder"
+            f"{what} {output} holds {', '.join(foreign[:5])}, which export did not write: move it away or choose another folder"
         )
-
-
-@contextmanager
-def _folder_written_aside(folder: Path) -> Iterator[Path]:
-    """Yield a new folder beside `folder`; swap it in when the block ends without an error, remove it otherwise."""
-    folder = folder.resolve()
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", suffix=".partial", dir=folder.parent) as aside:
-        new, old = Path(aside) / "new", Path(aside) / "old"
-        new.mkdir()
-        yield new
-        if folder.exists():
-            os.replace(folder, old)
-        try:
-            os.replace(new, folder)
-        except OSError:
-            if old.exists():
-                os.replace(old, folder)
-            raise

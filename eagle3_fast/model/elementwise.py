@@ -17,7 +17,14 @@ from eagle3_fast.log import say_once
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / rms(x) * weight over the last axis, computed in at least float32, in x's dtype (Zhang and Sennrich 2019, arXiv:1910.07467)."""
+    """x / rms(x) * weight over the last axis, computed in at least float32, in x's dtype (Zhang and Sennrich 2019, arXiv:1910.07467).
+
+    Raises ValueError for a weight of another size: the placeholder of a partitioned one would broadcast.
+    """
+    if weight.shape != x.shape[-1:]:
+        raise ValueError(
+            f"rms_norm: weight must be [{x.shape[-1]}], got {list(weight.shape)}; under ZeRO-3 call it inside the module that owns it"
+        )
     liger = fused_kernels(x)
     if liger is not None:
         # "gemma" is liger's name for float32 throughout, one rounding at the end; the gradient must not overwrite the residual's.

@@ -50,6 +50,7 @@ class RowPlan:
     scored: list[Tensor]  # rows of step k whose logits are needed, by the loss or by the running-accuracy metrics
     supervised: list[Tensor]  # bool, over `scored[k]`: the loss counts this row
     chain_start: Tensor  # bool [S]: the row's own input token is supervised, so a chain of drafts is counted from here
+    document_ids: Tensor  # int64 [S]: those of the batch
 
     @property
     def counts(self) -> Tensor:
@@ -77,7 +78,8 @@ def plan_rows(batch: PackedBatch, objective: Objective) -> RowPlan:
         active.insert(0, needed.nonzero().squeeze(1))
     # The draft's own tokens need logits wherever a later step goes on.
     scored_rows = [rows.nonzero().squeeze(1) for rows in scored] if objective.teacher_forced else active
-    return RowPlan(active, scored_rows, [rows[index] for rows, index in zip(supervised, scored_rows, strict=True)], mask)
+    supervised_rows = [rows[index] for rows, index in zip(supervised, scored_rows, strict=True)]
+    return RowPlan(active, scored_rows, supervised_rows, mask, documents)
 
 
 def supervision(batch: PackedBatch, objective: Objective) -> Tensor:
@@ -185,12 +187,13 @@ class Unroll:
     """What the steps hand on: the active rows' hidden states, keys and values of step 0, and own keys and values of later steps."""
 
     def __init__(self, draft: Draft, batch: PackedBatch, plan: RowPlan) -> None:
-        self.draft, self.batch = draft, batch
+        self.draft, self.batch, self.plan = draft, batch, plan
         self.active, self.scored = (
             [rows.to(batch.input_ids.device, non_blocking=True) for rows in steps] for steps in (plan.active, plan.scored)
         )
         layers = draft.config.transformer_layer_config
-        self.ranges = [key_ranges(batch.document_ids, layers.window(i)) for i in range(layers.num_hidden_layers)]
+        self.host_ranges = [key_ranges(plan.document_ids, layers.window(i)) for i in range(layers.num_hidden_layers)]
+        self.ranges = [ranges.to(batch.input_ids.device, non_blocking=True) for ranges in self.host_ranges]
         self.shared: list[tuple[Tensor, Tensor]] = []  # per layer: keys and values of step 0, all rows
         # Per layer: keys and values of each later step.
         self.own: list[tuple[list[Tensor], list[Tensor]]] = [([], []) for _ in self.ranges]
@@ -204,25 +207,26 @@ class Unroll:
         """
         rows, batch = self.active[k], self.batch
         if k == 0:
-            attend = [partial(self._attend_first, layer, self.ranges[layer]) for layer in range(len(self.ranges))]
-            attend[-1] = partial(self._attend_first, len(self.ranges) - 1, self.ranges[-1][rows])
+            attend = [partial(self._attend_first, *ranges) for ranges in zip(self.ranges, self.host_ranges, strict=True)]
+            attend[-1] = partial(self._attend_first, self.ranges[-1][rows], self.host_ranges[-1][self.plan.active[0]])
             normed, self.hidden = self.draft.step(share, self.hidden, batch.position_ids, attend, rows)
         else:
             kept = torch.searchsorted(self.active[k - 1], rows)
             own_rows = [torch.searchsorted(active, rows, out_int32=True) for active in self.active[1 : k + 1]]
-            attend = [partial(self._attend_later, layer, rows, own_rows) for layer in range(len(self.ranges))]
+            attend = [partial(self._attend_later, layer, k, own_rows) for layer in range(len(self.ranges))]
             normed, self.hidden = self.draft.step(share, self.hidden[kept], batch.position_ids[rows] + k, attend)
         return normed[torch.searchsorted(rows, self.scored[k])]
 
-    def _attend_first(self, layer: int, key_range_N2: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _attend_first(self, key_range_N2: Tensor, host_range_N2: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         self.shared.append((k, v))
-        return ttt_attention(q, k, v, key_range_N2, [], [], [], q.shape[-1] ** -0.5)
+        return ttt_attention(q, k, v, key_range_N2, [], [], [], q.shape[-1] ** -0.5, host_range_N2)
 
-    def _attend_later(self, layer: int, rows: Tensor, own_rows: list[Tensor], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _attend_later(self, layer: int, step: int, own_rows: list[Tensor], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         own_k, own_v = self.own[layer]
         own_k.append(k)
         own_v.append(v)
-        return ttt_attention(q, *self.shared[layer], self.ranges[layer][rows], own_k, own_v, own_rows, q.shape[-1] ** -0.5)
+        ranges, host_ranges = self.ranges[layer][self.active[step]], self.host_ranges[layer][self.plan.active[step]]
+        return ttt_attention(q, *self.shared[layer], ranges, own_k, own_v, own_rows, q.shape[-1] ** -0.5, host_ranges)
 
 
 def _summarise(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -11,7 +12,7 @@ import torch
 from eagle3_fast.errors import InputError
 from eagle3_fast.log import say_once
 
-IMPLEMENTATIONS = ("auto", "fused", "reference")
+IMPLEMENTATIONS = ("auto", "flash", "fused", "reference")
 CPU_FLASH = "_scaled_dot_product_flash_attention_for_cpu"
 LOGITS = ("centred", "float32", "bfloat16")
 _selected: dict[str, str] = {}
@@ -34,22 +35,45 @@ def full_precision(device_type: str) -> torch.autocast:
     return torch.autocast(device_type, enabled=False)
 
 
-def resolve(op: str, device_type: str, dtype: torch.dtype, unsupported: str | None = None) -> str:
-    """`fused` or `reference` for `op` on inputs of this kind. Says once what was taken and why; refuses `fused` where it cannot be.
+def resolve(
+    op: str,
+    device_type: str,
+    dtype: torch.dtype,
+    unsupported: str | None = None,
+    flash: Callable[[], str | None] | None = None,
+) -> str:
+    """`flash`, `fused` or `reference` for `op` on inputs of this kind. Says once what was taken and why; refuses what cannot be.
 
     unsupported: what the op itself found in its inputs that no fused kernel of it takes.
+    flash: tells what keeps the op from flash-attn's kernels, called only where they are asked for; none: it has no use for them,
+    and takes `flash` for `auto`.
     """
-    impl = _selected.get("impl", "auto")
-    impl = os.environ.get("EAGLE3_FAST_IMPL", "auto") if impl == "auto" else impl
-    _check("implementation", impl, IMPLEMENTATIONS)
+    impl = _asked()
+    if impl == "flash" and flash is not None:
+        _refuse_lacking(impl, op, flash())
+        say_once(f"{op}: flash-attn on {device_type}")
+        return impl
     lacking = "it was asked for" if impl == "reference" else unsupported or _lacking(op, device_type, dtype)
+    if impl == "fused":
+        _refuse_lacking(impl, op, lacking)
     if lacking is None:
         say_once(f"{op}: fused kernel on {device_type}")
         return "fused"
-    if impl == "fused":
-        raise InputError(f"ops.impl is fused, but {op} cannot run fused: {lacking}; mend that (eagle3-fast doctor), or use auto")
     say_once(f"{op}: plain PyTorch reference on {device_type}, because {lacking}")
     return "reference"
+
+
+def _asked() -> str:
+    """The implementation that run file or environment ask for."""
+    impl = _selected.get("impl", "auto")
+    impl = os.environ.get("EAGLE3_FAST_IMPL", "auto") if impl == "auto" else impl
+    _check("implementation", impl, IMPLEMENTATIONS)
+    return impl
+
+
+def _refuse_lacking(impl: str, op: str, lacking: str | None) -> None:
+    if lacking is not None:
+        raise InputError(f"ops.impl is {impl}, but {op} cannot run so: {lacking}; mend that (eagle3-fast doctor), or use auto")
 
 
 def _lacking(op: str, device_type: str, dtype: torch.dtype) -> str | None:
@@ -59,7 +83,7 @@ def _lacking(op: str, device_type: str, dtype: torch.dtype) -> str | None:
     if device_type == "cpu":
         return _lacking_cpu(op)
     if device_type == "cuda":
-        return _import_fault("triton", "Triton")
+        return import_fault("triton", "Triton")
     return f"there are no kernels for {device_type}"
 
 
@@ -68,17 +92,18 @@ def _lacking_cpu(op: str) -> str | None:
     """`linear_divergence` needs our C++ module, whose import registers its kernel; `ttt_attention` a kernel of PyTorch's own."""
     if op == "ttt_attention":
         return None if hasattr(torch.ops.aten, CPU_FLASH) else f"this PyTorch has no {CPU_FLASH}"
-    fault = _import_fault("eagle3_fast._C", "the C++ module (built at install where torch and a compiler are seen)")
+    fault = import_fault("eagle3_fast._C", "the C++ module (built at install where torch and a compiler are seen)")
     if fault is None and not torch._C._dispatch_has_kernel_for_dispatch_key("eagle3_fast::row_divergence_", "CPU"):
         return "the C++ module is of another version; install the package again"
     return fault
 
 
 @cache
-def _import_fault(module: str, name: str) -> str | None:
+def import_fault(module: str, name: str) -> str | None:
+    """Why `module` cannot be imported, which is tried once; None where it can."""
     try:
         importlib.import_module(module)
-    except (ImportError, OSError) as error:
+    except (ImportError, OSError, RuntimeError, AttributeError) as error:  # the last two: built for another torch
         return f"{name} cannot be imported ({' '.join(str(error).split())})"
     return None
 

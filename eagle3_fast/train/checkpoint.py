@@ -115,8 +115,9 @@ def drop_old(save_path: Path, keep_last: int | None) -> None:
     if keep_last is None:
         return
     best = (save_path / "checkpoint_best").resolve()
-    for _, folder in _numbered(save_path)[:-keep_last]:
-        if _is_whole(folder) and folder != best:
+    whole = [folder for _, folder in _numbered(save_path) if _is_whole(folder)]
+    for folder in whole[:-keep_last]:
+        if folder != best:
             logger.info("%s: deleted, engine.keep_last is %d", folder, keep_last)
             shutil.rmtree(folder)
             _drop_links(save_path, folder.name)

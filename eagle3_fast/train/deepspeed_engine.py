@@ -198,6 +198,10 @@ def deepspeed_settings(config: RunConfig, dtype: torch.dtype) -> dict[str, Any]:
         theirs = json.loads(Path(section.config).read_text(encoding="utf-8"))
     except (OSError, json.JSONDecodeError) as error:
         raise InputError(f"{section.config}: not a readable DeepSpeed JSON ({error}); correct deepspeed.config") from None
+    if not isinstance(theirs, dict):
+        raise InputError(
+            f"{section.config}: a DeepSpeed JSON is a mapping, this is {type(theirs).__name__}; correct deepspeed.config"
+        )
     for key, remedy in ELSEWHERE.items():
         if key in theirs:
             raise InputError(f"{section.config}: {key} is set by the run file ({remedy}); remove it from the JSON")

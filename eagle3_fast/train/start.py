@@ -17,6 +17,7 @@ from eagle3_fast.model.draft import Draft, load_tensors, read_tensors
 from eagle3_fast.model.ttt import Objective
 from eagle3_fast.precision import training_dtype
 from eagle3_fast.prepare.vocab import VocabMapping, checked_mapping, load_mapping
+from eagle3_fast.train.layer_config import read_layer_config
 
 MLA_KEY = "kv_lora_rank"
 MLA_QUERY_GROUP = 8
@@ -83,7 +84,9 @@ def new_draft_config(config: RunConfig, shape: VerifierShape, mapping: VocabMapp
                 "architectures": list(shape.architectures),
             },
         },
-        "transformer_layer_config": _layer_config(section, shape),
+        "transformer_layer_config": read_layer_config(section.draft_config, shape)
+        if section.draft_config
+        else _layer_config(section, shape),
     }
     return parse_draft_config(data, "draft config")
 

@@ -6,6 +6,7 @@ import math
 import os
 import random
 import signal
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ from eagle3_fast.model.ttt import RowPlan, plan_rows
 from eagle3_fast.ops import select
 from eagle3_fast.prepare.vocab import VocabMapping
 from eagle3_fast.records import PackedBatch
+from eagle3_fast.train.artifacts import record_run
 from eagle3_fast.train.checkpoint import (
     Position,
     drop_old,
@@ -36,21 +38,26 @@ from eagle3_fast.train.checkpoint import (
     save_checkpoint,
     saved_slots,
 )
+from eagle3_fast.train.dry_run import dry_run
 from eagle3_fast.train.engine import start_engine
 from eagle3_fast.train.loader import PackedRows, training_loader, validation_loader
 from eagle3_fast.train.metrics import MetricsWriter, Totals
+from eagle3_fast.train.plan import warn_if_too_big
 from eagle3_fast.train.ranks import Ranks, join, leave
 from eagle3_fast.train.start import objective, start_draft
 from eagle3_fast.train.tracing import trace
 
 
 def train(config: RunConfig, online: bool = False) -> dict[str, Any]:
-    """Train a draft as the run file says, going on where an earlier run stopped; returns the last metrics.
+    """Train a draft as the run file says, going on where an earlier run stopped; returns the last metrics (of a dry run, none).
 
     One process, or every process that a launcher (`deepspeed`) started. Raises InputError for what the user can mend, Interrupted
     after SIGTERM or SIGINT once a checkpoint is written, or where another rank is gone.
     """
     _seed(config)
+    if config.train.dry_run:
+        dry_run(config)
+        return {}
     select(config.ops.impl, config.ops.logits)
     ranks = join(config.deepspeed.join_timeout)
     try:
@@ -72,6 +79,8 @@ class Trainer:
     def __init__(self, config: RunConfig, online: bool = False, ranks: Ranks | None = None) -> None:
         self.config, self.objective, self.ranks = config, objective(config), ranks or Ranks()
         self.save_path = Path(config.train.trainer.save_path)
+        if self.ranks.first:
+            warn_if_too_big(config, online, self.ranks.size, config.deepspeed.stage if self.ranks.launched else 0)
         draft = start_draft(config)
         rows = PackedRows(config, draft.config, online)
         training, validation = rows.splits()
@@ -91,6 +100,8 @@ class Trainer:
     def run(self) -> dict[str, Any]:
         """All epochs from the current position to the end."""
         self._resume()
+        if self.ranks.first:
+            record_run(self.config, sys.argv, self.save_path)
         self.metrics = self._metrics()
         if self.unvalidated is not None:  # an earlier run ended between this checkpoint and its validation
             self._validate(self.unvalidated)
@@ -110,9 +121,7 @@ class Trainer:
         """The log of metrics, cut back to where this run goes on; only the first rank writes it."""
         if not self.ranks.first:
             return MetricsWriter(None)
-        section = self.config.train.logging
-        board = Path(section.log_dir) / (section.run_name or "run") if section.logger else None
-        metrics = MetricsWriter(self.save_path / "metrics.jsonl", board)
+        metrics = MetricsWriter(self.save_path / "metrics.jsonl", self.config.train.logging.board)
         metrics.rewind(self.position.global_step)
         return metrics
 
@@ -267,6 +276,7 @@ class Trainer:
         )
         if folder is not None and self.ranks.first:
             record_validation(self.save_path, folder, values)
+            drop_old(self.save_path, self.config.engine.keep_last)  # a new best one frees the old one
 
     def _save(self, finished_epoch: bool = False) -> Path:
         with self._timed("checkpoint"):

@@ -69,11 +69,10 @@ BFLOAT16 = (
 )
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_bfloat16_keeps_float32_masters(toy: Path, tmp_path: Path, stage: int) -> None:
+def test_bfloat16_keeps_float32_masters(toy: Path, tmp_path: Path) -> None:
     """Norm weights move by less than a bfloat16 step; a resume goes on from the masters, not from their rounding."""
     data = {"train.data": {"hidden_states_dtype": "bfloat16"}, "train.trainer": {"max_steps": 6, "epochs": 20}}
-    config = changed(prepared_run(tmp_path, toy, **data), deepspeed={"stage": stage})
+    config = prepared_run(tmp_path, toy, **data)
     run(into(config, tmp_path / "whole"), tmp_path, 2, BFLOAT16)
     parts = into(config, tmp_path / "parts")
     run(changed(parts, **{"train.trainer": {"max_steps": 3}}), tmp_path, 2, BFLOAT16)
@@ -84,8 +83,9 @@ def test_bfloat16_keeps_float32_masters(toy: Path, tmp_path: Path, stage: int) -
     run(parts, tmp_path, 2, BFLOAT16)
     for name, value in state(tmp_path / "whole")["masters"].items():
         assert torch.equal(state(tmp_path / "parts")["masters"][name], value), name
-    served = load_file(tmp_path / "parts" / "0" / "model.safetensors") if (tmp_path / "parts" / "0").exists() else {}
-    assert all(value.numel() for value in served.values())
+    served = latest_checkpoint(tmp_path / "parts")
+    assert served is not None
+    assert all(value.numel() for value in load_file(served / "model.safetensors").values())
 
 
 def test_more_ranks_than_batches(toy: Path, tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ import torch
 
 from eagle3_fast.config import RunConfig
 from eagle3_fast.model.config import DraftConfig, parse_draft_config
-from eagle3_fast.model.draft import Draft
-from tests.verifiers import VOCAB
+from eagle3_fast.model.draft import Draft, save_draft
+from tests.verifiers import VOCAB, stored_weights
 
 MAP = (0, 1, 2, 5, 7, 8, 11, 13, 16, 20, 21, 26, 30, 31, 35, 38, 41, 44, 47, 50, 52, 55, 59, 62)
 """A draft vocabulary of 24 scattered verifier ids."""
@@ -27,6 +27,15 @@ LAYER: dict[str, Any] = {
     "max_position_embeddings": 512,
     "rms_norm_eps": 1e-5,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}
+
+LLAMA3: dict[str, Any] = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
 }
 
 
@@ -63,6 +72,16 @@ def map_vocabulary(draft: Draft, ids: torch.Tensor) -> None:
     """Give the draft's rows these ascending verifier ids."""
     draft.get_buffer("d2t").copy_(ids - torch.arange(len(ids)))
     draft.get_buffer("t2d").zero_()[ids] = True
+
+
+def saved(draft: Draft, verifier: Path, folder: Path) -> Path:
+    """A float32 checkpoint whose embedding is the verifier's, with a file of the trainer's beside the draft."""
+    embed = stored_weights(verifier)["model.embed_tokens.weight"]
+    if draft.embed_tokens.weight.shape == embed.shape:
+        draft.embed_tokens.weight.data.copy_(embed)
+    save_draft(draft, folder, torch.float32)
+    (folder / "training_state.json").write_text("{}")
+    return folder
 
 
 def run_config(verifier: Path, output: Path, **sections: Any) -> RunConfig:

@@ -70,3 +70,9 @@ def test_a_liger_that_cannot_be_used_is_left_alone(error: Exception, monkeypatch
     elementwise._liger.cache_clear()
     assert elementwise.swiglu(on_cuda(torch.zeros(2)), torch.ones(2)).tolist() == [0, 0]
     elementwise._liger.cache_clear()
+
+
+@pytest.mark.parametrize("size", [0, 1])
+def test_the_placeholder_of_a_partitioned_weight_is_refused(size: int) -> None:
+    with pytest.raises(ValueError, match=r"weight must be \[8\], got .*ZeRO-3"):
+        elementwise.rms_norm(torch.ones(3, 8), torch.ones(size), 1e-6)

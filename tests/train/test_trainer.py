@@ -417,3 +417,11 @@ def test_fused_ops_train_along_the_curve_of_the_reference(run: RunConfig, tmp_pa
     curves = {name: curve[:steps] for name, curve in curves.items()}
     spread = (curves["seed"] - curves["reference"]).abs().max()
     assert (curves["fused"] - curves["reference"]).abs().max() < 0.01 * spread
+
+
+def test_a_window_of_steps_is_traced(run: RunConfig, tmp_path: Path) -> None:
+    train(changed(into(run, tmp_path, max_steps=4), engine={"profile_steps": [2, 3]}))
+    (trace,) = (tmp_path / "profile").glob("rank0*.json")
+    assert "traceEvents" in json.loads(trace.read_text())
+    with pytest.raises(InputError, match=r"profile_steps \[3, 2\]"):
+        train(changed(into(run, tmp_path / "other", max_steps=4), engine={"profile_steps": [3, 2]}))
