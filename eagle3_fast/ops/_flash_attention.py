@@ -181,9 +181,10 @@ def _device_fault(device: torch.device) -> str | None:
 def _call_fault(device: torch.device, dtype: torch.dtype, width: int) -> str | None:
     """Why one small forward and backward pass fails, once per kind: a build for other cards, another torch or another interface."""
     x, host_range = torch.zeros(2, 1, width, dtype=dtype, device=device), torch.tensor([[0, 1], [0, 2]])
-    rest = ([], [], [], 1.0)
+    own: list[Tensor] = []
     try:
-        backward(x, *forward(x, x, x, host_range, *rest), x, x, x, host_range, *rest)
+        out, lse = forward(x, x, x, host_range, own, own, own, 1.0)
+        backward(x, out, lse, x, x, x, host_range, own, own, own, 1.0)
     except (RuntimeError, TypeError, AttributeError) as error:
         said = " ".join(str(error).split())
         return f"flash-attn, of which 2.8 or later is needed, fails at its first call ({type(error).__name__}: {said})"

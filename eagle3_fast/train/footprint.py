@@ -258,13 +258,17 @@ def moments(draft: DraftConfig, weights: Weights, config: RunConfig, setting: Se
         return [sweep, last, attention]
     # One step further: gradients of every weight, of the embeddings' share, and of the keys and values of all earlier steps.
     on_the_way = size * (rows.embedding_share + rows.item * 2 * rows.keys * (steps - 1)) + gradients_on_the_way(weights, setting)
-    before_last = Moment(
-        "backward pass, last step but one",
-        kept - final_norm - size * rows.keep_step,
-        head_rows + head + on_the_way + size * rows.feed_forward_backward,
+    older, on_the_way = kept - final_norm - size * rows.keep_step, on_the_way + head_rows + head
+    one_less = size * rows.item * rows.inner if setting.plain_norms else 0  # only the product's gradient is there yet
+    backward = size * rows.feed_forward_backward
+    before_last = Moment("backward pass, last step but one", older, on_the_way + backward, 0)
+    adding = Moment(
+        "backward pass, adding to a weight's gradient",
+        older,
+        on_the_way + backward - one_less + 2 * rows.item * rows.hidden * rows.inner,  # what is added, and the sum
         0,
     )
-    return [sweep, last, attention, before_last]
+    return [sweep, last, attention, before_last, adding]
 
 
 def gradients_on_the_way(weights: Weights, setting: Setting) -> int:

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from textwrap import dedent
 from types import ModuleType
@@ -299,17 +300,22 @@ def test_other_ranges_are_refused(ranges: list[list[int]], said: str, calls: Cal
 
 
 def test_training_steps(calls: Calls) -> None:
-    """The unroll's rows, trimmed step by step, with the ranges of its plan: loss and gradients as those of the reference."""
-    batch, results = random_batch((40, 30), 80, dtype=torch.bfloat16), {}
-    for impl in ("flash", "reference"):
+    """The unroll's rows, trimmed step by step, with the ranges of its plan: loss and gradients within twice the reference's error."""
+    batch = random_batch((40, 30), 80, dtype=torch.bfloat16)
+
+    def loss_and_gradients(impl: str, dtype: torch.dtype) -> list[Tensor]:
         select(impl)
-        draft = random_draft(dtype=torch.bfloat16)
-        run = run_ttt(draft, batch, Objective(ttt_steps=3))
-        run.loss.backward()
-        results[impl] = [run.loss.detach(), *(value.grad for value in draft.parameters() if value.grad is not None)]
+        draft = random_draft(dtype=torch.bfloat16).to(dtype)
+        states = {name: getattr(batch, name).to(dtype) for name in ("aux_hidden_states", "last_hidden_states")}
+        loss = run_ttt(draft, replace(batch, **states), Objective(ttt_steps=3)).loss
+        loss.backward()
+        return [value.double() for value in (loss.detach(), *(x.grad for x in draft.parameters() if x.grad is not None))]
+
+    exact = loss_and_gradients("reference", torch.float64)
+    eager, found = (loss_and_gradients(impl, torch.bfloat16) for impl in ("reference", "flash"))
     assert len(calls) == 2 + 2 * 3
-    for ours_, reference in zip(*results.values(), strict=True):
-        assert (ours_ - reference).norm() <= 0.02 * reference.norm()
+    for ours_, reference, true in zip(found, eager, exact, strict=True):
+        assert (ours_ - true).norm() <= 2 * (reference - true).norm() + 4 * torch.finfo(torch.bfloat16).eps * true.norm()
 
 
 def refused(said: str, dtype: torch.dtype = torch.bfloat16, **sizes: Any) -> None:
