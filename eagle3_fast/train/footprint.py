@@ -256,8 +256,9 @@ def moments(draft: DraftConfig, weights: Weights, config: RunConfig, setting: Se
     )
     if steps == 1:
         return [sweep, last, attention]
-    # One step further: gradients of every weight, of the embeddings' share, and of the keys and values of all earlier steps.
-    on_the_way = size * (rows.embedding_share + rows.item * 2 * rows.keys * (steps - 1)) + gradients_on_the_way(weights, setting)
+    # One step further: gradients of every weight but fc's, of the embeddings' share, and of keys and values of all earlier steps.
+    on_the_way = size * (rows.embedding_share + rows.item * 2 * rows.keys * (steps - 1))
+    on_the_way += gradients_on_the_way(weights, setting, rows.aux * rows.hidden)
     older, on_the_way = kept - final_norm - size * rows.keep_step, on_the_way + head_rows + head
     one_less = size * rows.item * rows.inner if setting.plain_norms else 0  # only the product's gradient is there yet
     backward = size * rows.feed_forward_backward
@@ -271,15 +272,15 @@ def moments(draft: DraftConfig, weights: Weights, config: RunConfig, setting: Se
     return [sweep, last, attention, before_last, adding]
 
 
-def gradients_on_the_way(weights: Weights, setting: Setting) -> int:
+def gradients_on_the_way(weights: Weights, setting: Setting, used_once: int) -> int:
     """A weight serves every step, so autograd holds its gradient whole until the first step has added to it.
 
-    Where no gradient rests yet, it is the one that will.
+    Where no gradient rests yet, it is the one that will. used_once: elements of weights that do not serve every step.
     """
     if setting.stage == 0 and setting.accumulation == 1:
         return 0
     halves = weights.first_projections  # autocast casts each half anew and adds their gradients up in float32
-    return setting.item * weights.trained + (halves * (WIDE - setting.item) if setting.autocast else 0)
+    return setting.item * (weights.trained - used_once) + (halves * (WIDE - setting.item) if setting.autocast else 0)
 
 
 def _autocast_copies(draft: DraftConfig, weights: Weights, steps: int) -> int:
