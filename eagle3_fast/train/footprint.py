@@ -24,6 +24,7 @@ WIDE = 4
 """Bytes of float32, in which masters, moments and norms are."""
 REDUCE_BUCKET = 500_000_000
 """Elements of a buffer from which DeepSpeed sends gradients (`reduce_bucket_size`), made in this size however small the draft is."""
+FIRST_PROJECTIONS = tuple(f"layers.0.self_attn.{part}_proj." for part in "qkv")
 PLAIN_ROW_TENSORS = 6
 """[rows, vocabulary] tensors that the plain PyTorch row pass of `linear_divergence` holds beside the logits."""
 
@@ -108,7 +109,7 @@ def weigh(draft: Draft, config: RunConfig, item: int) -> Weights:
         adamw=by_optimizer.get("AdamW", 0),
         largest=(rows, columns),
         first_projections=sum(
-            value.numel() for name, value in trained.items() if name.startswith("layers.0.self_attn.") and name[20:21] in "qkv"
+            value.numel() for name, value in trained.items() if name.startswith(FIRST_PROJECTIONS) and name.endswith("proj.weight")
         ),
     )
 

@@ -81,7 +81,7 @@ MEASURED: dict[str, dict[str, Any]] = {
     },
     "bfloat16 under autocast, 3 steps": {
         "verifier": {"hidden_size": 256, "intermediate_size": 768, "num_attention_heads": 4, "num_key_value_heads": 2},
-        "data": {"total_seq_len": 96, "hidden_states_dtype": "bfloat16"},
+        "data": {"total_seq_len": 32, "hidden_states_dtype": "bfloat16"},
         "draft": {"draft_vocab_size": 1000},
         "loss": {"ttt_steps": 3},
         "optimizer": {"optimizer": "adamw"},
