@@ -21,6 +21,7 @@ from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.utils import logger as deepspeed_logger
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -33,6 +34,7 @@ from eagle3_fast.model.ttt import Objective, RowPlan, run_ttt
 from eagle3_fast.precision import training_device, training_dtype
 from eagle3_fast.records import PackedBatch, TTTOutput
 from eagle3_fast.train.engine import Updates, checked_names, training_state
+from eagle3_fast.train.footprint import reduce_bucket
 from eagle3_fast.train.muon import Muon, PartitionedMuon
 from eagle3_fast.train.optim import build_optimizers
 from eagle3_fast.train.partitions import Partition, each_cut, row_cut
@@ -47,10 +49,10 @@ class DeepSpeedEngine:
         warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # DeepSpeed's calls, not the user's
         self.draft, self.objective, self.ranks = draft, objective, ranks
         self.device, self.dtype = training_device(), training_dtype(config.train.data.hidden_states_dtype)
-        settings = deepspeed_settings(config, self.dtype)
+        self.names = {value: name for name, value in draft.named_parameters() if value.requires_grad}
+        settings = deepspeed_settings(config, self.dtype, sum(value.numel() for value in self.names))
         self.stage: int = settings["zero_optimization"]["stage"]
         self.max_grad_norm = config.engine.max_grad_norm
-        self.names = {value: name for name, value in draft.named_parameters() if value.requires_grad}
         muon = PartitionedMuon if self.stage else Muon
         self.updates = Updates(build_optimizers(draft.named_parameters(), config.train.optimizer, muon), config, planned_steps)
         unit, chain = _Unit(draft.to(self.device)), _Chain(self.updates.optimizers)
@@ -140,9 +142,9 @@ class DeepSpeedEngine:
 
     def _pieces(self) -> Iterator[tuple[Tensor, Optimizer]]:
         """This rank's flat masters (without ZeRO the parameters themselves), each with the optimizer that updates it."""
+        owner = {self.names[value]: optimizer for value, optimizer in self.updates.owner.items()}
         for piece, partition in self.partitions.items():
-            parameter = next(value for value, name in self.names.items() if name == partition.names[0])
-            yield piece, self.updates.owner[parameter]
+            yield piece, owner[partition.names[0]]
 
     def _partitions(self) -> dict[Tensor, Partition]:
         """How each flat tensor of masters is made up."""
@@ -154,7 +156,10 @@ class DeepSpeedEngine:
             return {
                 piece: each_cut([self.names[p] for p in group], [p.ds_shape for p in group], rank, size) for piece, group in groups
             }
-        groups = zip(zero.single_partition_of_fp32_groups, zero.bit16_groups, strict=True)
+        if isinstance(zero, BF16_Optimizer):  # what DeepSpeed takes for stage 1 in bfloat16; the same cut under other names
+            groups = zip(zero.fp32_groups_flat_partition, zero.bf16_groups, strict=True)
+        else:
+            groups = zip(zero.single_partition_of_fp32_groups, zero.bit16_groups, strict=True)
         return {
             piece: row_cut([self.names[p] for p in group], [p.shape for p in group], piece.numel(), rank, size)
             for piece, group in groups
@@ -186,26 +191,31 @@ class _Chain(Optimizer):
             optimizer.step()
 
 
-def deepspeed_settings(config: RunConfig, dtype: torch.dtype) -> dict[str, Any]:
+def deepspeed_settings(config: RunConfig, dtype: torch.dtype, trained: int) -> dict[str, Any]:
     """DeepSpeed's own configuration: what the run file says, and the keys that the user's JSON adds to it.
 
+    trained: elements of the trainable parameters.
     Raises InputError where the JSON says something else than the run file, or sets what is the run file's business.
     """
     section, own = config.deepspeed, _own_settings(config, dtype)
-    if section.config is None:
-        return own
+    settings = own if section.config is None else _merged(own, _theirs(section.config), section.config, "")
+    if section.stage:
+        settings["zero_optimization"].setdefault("reduce_bucket_size", reduce_bucket(trained))
+    return settings
+
+
+def _theirs(path: str) -> dict[str, Any]:
+    """The user's JSON."""
     try:
-        theirs = json.loads(Path(section.config).read_text(encoding="utf-8"))
+        theirs = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, json.JSONDecodeError) as error:
-        raise InputError(f"{section.config}: not a readable DeepSpeed JSON ({error}); correct deepspeed.config") from None
+        raise InputError(f"{path}: not a readable DeepSpeed JSON ({error}); correct deepspeed.config") from None
     if not isinstance(theirs, dict):
-        raise InputError(
-            f"{section.config}: a DeepSpeed JSON is a mapping, this is {type(theirs).__name__}; correct deepspeed.config"
-        )
+        raise InputError(f"{path}: a DeepSpeed JSON is a mapping, this is {type(theirs).__name__}; correct deepspeed.config")
     for key, remedy in ELSEWHERE.items():
         if key in theirs:
-            raise InputError(f"{section.config}: {key} is set by the run file ({remedy}); remove it from the JSON")
-    return _merged(own, theirs, section.config, "")
+            raise InputError(f"{path}: {key} is set by the run file ({remedy}); remove it from the JSON")
+    return theirs
 
 
 ELSEWHERE = {

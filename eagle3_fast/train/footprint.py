@@ -22,8 +22,8 @@ Stage = Literal[0, 1, 2, 3]
 
 WIDE = 4
 """Bytes of float32, in which masters, moments and norms are."""
-REDUCE_BUCKET = 500_000_000
-"""Elements of a buffer from which DeepSpeed sends gradients (`reduce_bucket_size`), made in this size however small the draft is."""
+LARGEST_BUCKET = 500_000_000
+"""Elements, DeepSpeed's own choice for the buffers from which it sends gradients, whatever the model's size."""
 FIRST_PROJECTIONS = tuple(f"layers.0.self_attn.{part}_proj." for part in "qkv")
 PLAIN_ROW_TENSORS = 6
 """[rows, vocabulary] tensors that the plain PyTorch row pass of `linear_divergence` holds beside the logits."""
@@ -114,6 +114,11 @@ def weigh(draft: Draft, config: RunConfig, item: int) -> Weights:
     )
 
 
+def reduce_bucket(trained: int) -> int:
+    """Elements of a buffer from which gradients are sent: it need not hold more than there are."""
+    return min(trained, LARGEST_BUCKET)
+
+
 def resting(weights: Weights, setting: Setting, section: DeepSpeedSection) -> Resting:
     """What rests on each GPU: ZeRO splits masters and optimizer states from stage 1, gradients from 2, weights from 3."""
     stage, trained = setting.stage, weights.trained
@@ -124,7 +129,9 @@ def resting(weights: Weights, setting: Setting, section: DeepSpeedSection) -> Re
     masters, states = WIDE * share, _share(states, setting.gpus)
     # Sums over micro-batches are float32; stage 1 sends them, the others send gradients in the compute dtype.
     sums = WIDE * (trained if stage == 1 else share)
-    buckets = (2 if section.overlap_communication and stage < 3 else 1) * REDUCE_BUCKET * (WIDE if stage == 1 else setting.item)
+    buckets = (
+        (2 if section.overlap_communication and stage < 3 else 1) * reduce_bucket(trained) * (WIDE if stage == 1 else setting.item)
+    )
     whole = setting.item * trained
     frozen, parameters, gathered = weights.frozen_bytes, whole, 0
     if stage == 3:

@@ -28,7 +28,8 @@ def trace(steps: tuple[int, int] | None, folder: Path, rank: int) -> Iterator[pr
     if not 1 <= first <= last:
         raise InputError(f"engine.profile_steps {list(steps)}: first and last step of a window, 1 or later")
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
-    window = schedule(wait=first - 1, warmup=0, active=last - first + 1, repeat=1)
+    warmup = min(1, first - 1)  # the profiler starts a step early, so that its own start is not in the trace
+    window = schedule(wait=first - 1 - warmup, warmup=warmup, active=last - first + 1, repeat=1)
     with profile(
         activities=activities, schedule=window, on_trace_ready=tensorboard_trace_handler(str(folder), f"rank{rank}")
     ) as tracer:

@@ -88,7 +88,8 @@ class Trainer:
         self.slots = self._batches_of_a_step()
         self.loader = training_loader(rows, training, config, self.ranks, self.slots)
         self.validation = validation_loader(rows, validation, config, self.ranks) if validation.lengths else None
-        self.engine = start_engine(draft, self.objective, config, self.planned_steps(), self.ranks)
+        self.planned = self._planned_steps()
+        self.engine = start_engine(draft, self.objective, config, self.planned, self.ranks)
         self.position = Position()
         self.depends_on = self._dependencies(rows)
         self.seconds: dict[str, float] = defaultdict(float)
@@ -105,10 +106,9 @@ class Trainer:
         self.metrics = self._metrics()
         if self.unvalidated is not None:  # an earlier run ended between this checkpoint and its validation
             self._validate(self.unvalidated)
-        steps = self.planned_steps()
         with (
             self._signals(),
-            progress(total=steps, initial=self.position.global_step, unit="step", desc="train") as self.bar,
+            progress(total=self.planned, initial=self.position.global_step, unit="step", desc="train") as self.bar,
             trace(self.config.engine.profile_steps, self.save_path / "profile", self.ranks.rank) as self.tracer,
         ):
             while self.position.epoch < self.config.train.trainer.epochs and not self._at_step_limit():
@@ -132,7 +132,7 @@ class Trainer:
         if self.skipped:
             logger.warning("%d unusable samples were skipped in training, each named above", self.skipped)
 
-    def planned_steps(self) -> int:
+    def _planned_steps(self) -> int:
         """Optimizer steps of the whole run."""
         settings = self.config.train.trainer
         steps = sum(self.loader.count(epoch) for epoch in range(settings.epochs))
@@ -228,7 +228,8 @@ class Trainer:
                 raise InputError(
                     f"{message}. Lower the learning rate or set engine.on_nan to skip; checkpoints are in {self.save_path}"
                 )
-            logger.warning(message)
+            if self.ranks.first:
+                logger.warning(message)
         values: dict[str, Any] = {
             "split": "train",
             "epoch": self.position.epoch,

@@ -13,6 +13,7 @@ from distributed.test_same_mathematics import assert_same, into, losses, state
 from train.runs import changed
 
 from eagle3_fast.config import RunConfig
+from eagle3_fast.files import read_json
 from eagle3_fast.train.checkpoint import latest_checkpoint
 from eagle3_fast.train.trainer import train
 
@@ -42,13 +43,22 @@ def injected(fault: str) -> str:
 
 
 NOTHING = injected("")
+
+
+def saved_step(folder: Path) -> int:
+    """Optimizer steps of the newest whole checkpoint."""
+    checkpoint = latest_checkpoint(folder)
+    assert checkpoint is not None
+    return read_json(checkpoint / "training_state.json")["global_step"]
+
+
 TERMINATED = "os.kill(os.getpid(), signal.SIG{name}) if {when} else None"
 
 
 @pytest.fixture(scope="module")
 def ten(run_file: RunConfig) -> RunConfig:
-    """Ten steps of two ranks: three epochs and a bit, so that there are checkpoints and validations on the way."""
-    return changed(run_file, **{"train.trainer": {"max_steps": 10}})
+    """Ten steps of two ranks, an epoch of eight and a bit, with a checkpoint after the third step and at the end of the epoch."""
+    return changed(run_file, **{"train.trainer": {"max_steps": 10, "checkpoint_freq": 0.4}})
 
 
 @pytest.fixture(scope="module")
@@ -59,38 +69,23 @@ def undisturbed(ten: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 
 @pytest.mark.parametrize(
-    ("name", "where"),
+    ("where", "name", "when", "stopped"),
     [
-        (
-            "TERM",
-            "before(Trainer, '_report', lambda self, *a: {act})".format(
-                act=TERMINATED.format(name="TERM", when="self.position.global_step == 5")
-            ),
-        ),
-        (
-            "INT",
-            "before(Trainer, '_validate', lambda self, *a: {act})".format(
-                act=TERMINATED.format(name="INT", when="self.position.global_step < 10")
-            ),
-        ),
-        (
-            "TERM",
-            "before(trainer, 'save_checkpoint', lambda *a: {act})".format(
-                act=TERMINATED.format(name="TERM", when="a[3].global_step < 10")
-            ),
-        ),
+        ("before(Trainer, '_report', lambda self, *a: {act})", "TERM", "self.position.global_step == 5", 5),
+        ("before(Trainer, '_validate', lambda self, *a: {act})", "INT", "self.position.global_step == 8", 9),
+        ("before(trainer, 'save_checkpoint', lambda *a: {act})", "TERM", "a[3].global_step == 3", 4),
     ],
     ids=["in a step", "in a validation", "in a save"],
 )
 def test_a_signal_to_one_rank_stops_all_after_a_save(
-    ten: RunConfig, undisturbed: Path, tmp_path: Path, name: str, where: str
+    ten: RunConfig, undisturbed: Path, tmp_path: Path, where: str, name: str, when: str, stopped: int
 ) -> None:
+    where = where.format(act=TERMINATED.format(name=name, when=when))
     config = into(ten, tmp_path / "run")
     ranks = start(config, tmp_path, 2, [NOTHING, injected(where)])
     assert finish(ranks) == [INTERRUPTED] * 2, ranks[0].said[-2000:]
     assert "run the same command to go on" in ranks[0].said
-    stopped = latest_checkpoint(tmp_path / "run")
-    assert stopped is not None
+    assert saved_step(tmp_path / "run") == stopped
     train(changed(config, engine={"accumulation": 2}))
     assert_same(tmp_path / "run", undisturbed)
 
@@ -106,6 +101,7 @@ def test_a_killed_rank_is_named_by_the_others(ten: RunConfig, undisturbed: Path,
     assert codes[victim] == -signal.SIGKILL
     assert codes[1 - victim] == INTERRUPTED, ranks[1 - victim].said[-2000:]
     assert f"rank {victim} of 2 is gone" in ranks[1 - victim].said
+    assert saved_step(tmp_path / "run") == 3
     train(changed(config, engine={"accumulation": 2}))
     assert_same(tmp_path / "run", undisturbed)
 

@@ -69,10 +69,11 @@ BFLOAT16 = (
 )
 
 
-def test_bfloat16_keeps_float32_masters(toy: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("stage", [1, 3])
+def test_bfloat16_keeps_float32_masters(toy: Path, tmp_path: Path, stage: int) -> None:
     """Norm weights move by less than a bfloat16 step; a resume goes on from the masters, not from their rounding."""
     data = {"train.data": {"hidden_states_dtype": "bfloat16"}, "train.trainer": {"max_steps": 6, "epochs": 20}}
-    config = prepared_run(tmp_path, toy, **data)
+    config = changed(prepared_run(tmp_path, toy, **data), deepspeed={"stage": stage})  # 1: an optimizer of its own in DeepSpeed
     run(into(config, tmp_path / "whole"), tmp_path, 2, BFLOAT16)
     parts = into(config, tmp_path / "parts")
     run(changed(parts, **{"train.trainer": {"max_steps": 3}}), tmp_path, 2, BFLOAT16)

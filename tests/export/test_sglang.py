@@ -24,7 +24,7 @@ from eagle3_fast.model.draft import Draft, load_draft, save_draft
 from eagle3_fast.train.start import start_draft
 from tests.export.drafts import LAYER, LLAMA3, MAP, draft_config, run_config, saved, toy_draft
 from tests.export.sglang_rules import ServedDraft
-from tests.export.test_vllm_rules import PLAIN, ROWS, edit_config, edit_tensors, inputs, own_logits
+from tests.export.test_vllm_rules import PLAIN, ROWS, assert_computes_as, edit_config, edit_tensors, inputs, own_logits
 from tests.verifiers import VOCAB, stored_weights, toy_glm5, toy_llama
 
 
@@ -63,15 +63,7 @@ def served(folder: Path, verifier: Path, **about: Any) -> ServedDraft:
 @pytest.mark.parametrize("name", CASES)
 def test_engine_computes_what_the_trainer_computes(name: str, verifier: Path, tmp_path: Path) -> None:
     draft = toy_draft(CASES[name])
-    engine = served(exported(draft, verifier, tmp_path), verifier)
-    tokens, aux = inputs(draft)
-    with torch.no_grad():
-        hidden = draft.double().fuse(aux)
-    torch.testing.assert_close(engine.combine(aux), hidden, rtol=1e-5, atol=1e-5)
-    logits, after = engine.forward(tokens, hidden, torch.arange(ROWS))
-    expected, own_after = own_logits(draft, tokens, hidden)
-    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(after, own_after, rtol=1e-5, atol=1e-5)
+    assert_computes_as(served(exported(draft, verifier, tmp_path), verifier), draft)
 
 
 def test_folder_says_everything(verifier: Path, tmp_path: Path) -> None:

@@ -16,10 +16,10 @@ from eagle3_fast.export import speculators
 from eagle3_fast.export.speculators import export, servable_config, served_flags
 from eagle3_fast.model.config import DraftConfig
 from eagle3_fast.model.draft import Draft, load_draft, save_draft
-from tests.export.drafts import MAP, draft_config, run_config, toy_draft
+from tests.export.drafts import MAP, draft_config, run_config, saved, toy_draft
 from tests.export.test_vllm_rules import CASES, edit_config
 from tests.export.vllm_rules import ServedDraft
-from tests.verifiers import VOCAB, stored_weights, toy_llama, toy_llama_tied
+from tests.verifiers import VOCAB, toy_llama, toy_llama_tied
 
 
 @pytest.fixture(scope="module")
@@ -30,16 +30,6 @@ def verifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def checkpoint(verifier: Path, tmp_path: Path) -> Path:
     return saved(toy_draft(), verifier, tmp_path / "checkpoint")
-
-
-def saved(draft: Draft, verifier: Path, folder: Path) -> Path:
-    """A float32 checkpoint whose embedding is the verifier's, with a file of the trainer's beside the draft."""
-    embed = stored_weights(verifier)["model.embed_tokens.weight"]
-    if draft.embed_tokens.weight.shape == embed.shape:
-        draft.embed_tokens.weight.data.copy_(embed)
-    save_draft(draft, folder, torch.float32)
-    (folder / "training_state.json").write_text("{}")
-    return folder
 
 
 def config_of(folder: Path) -> dict[str, Any]:

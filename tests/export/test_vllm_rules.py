@@ -70,11 +70,8 @@ def inputs(draft: Draft) -> tuple[Tensor, Tensor]:
     return tokens, torch.randn(ROWS, draft.fc.in_features, generator=generator).double()
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_engine_computes_what_the_trainer_computes(name: str, tmp_path: Path) -> None:
-    draft = toy_draft(CASES[name])
-    save_draft(draft, tmp_path, torch.float32)
-    served = ServedDraft(tmp_path, VOCAB)
+def assert_computes_as(served: Any, draft: Draft) -> None:
+    """An engine's fused states, logits and handed-on states are the trainer's own."""
     tokens, aux = inputs(draft)
     with torch.no_grad():
         hidden = draft.double().fuse(aux)
@@ -83,6 +80,13 @@ def test_engine_computes_what_the_trainer_computes(name: str, tmp_path: Path) ->
     expected, own_after = own_logits(draft, tokens, hidden)
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(after, own_after, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_engine_computes_what_the_trainer_computes(name: str, tmp_path: Path) -> None:
+    draft = toy_draft(CASES[name])
+    save_draft(draft, tmp_path, torch.float32)
+    assert_computes_as(ServedDraft(tmp_path, VOCAB), draft)
 
 
 @pytest.mark.parametrize("norm_output", [False, True])

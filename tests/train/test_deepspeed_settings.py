@@ -13,13 +13,15 @@ from eagle3_fast.config import RunConfig
 from eagle3_fast.errors import InputError
 from eagle3_fast.train.deepspeed_engine import deepspeed_settings
 
+TRAINED = 12_345
+
 
 def settings(folder: Path, theirs: dict[str, Any] | str | None, **section: Any) -> dict[str, Any]:
     if theirs is not None:
         (folder / "ds.json").write_text(theirs if isinstance(theirs, str) else json.dumps(theirs))
         section["config"] = str(folder / "ds.json")
     config = {"train": {"verifier": {"verifier_name_or_path": "v"}}, "deepspeed": section}
-    return deepspeed_settings(RunConfig.model_validate(config), torch.bfloat16)
+    return deepspeed_settings(RunConfig.model_validate(config), torch.bfloat16, trained=TRAINED)
 
 
 def test_the_run_file_alone(tmp_path: Path) -> None:
@@ -27,6 +29,7 @@ def test_the_run_file_alone(tmp_path: Path) -> None:
     assert own["zero_optimization"]["stage"] == 2
     assert own["zero_optimization"]["offload_optimizer"]["device"] == "cpu"
     assert own["bf16"] == {"enabled": True}
+    assert own["zero_optimization"]["reduce_bucket_size"] == TRAINED, "buffers no larger than the draft"
     assert settings(tmp_path, None, stage=0)["bf16"] == {"enabled": False}, "without ZeRO the parameters are the masters"
 
 
