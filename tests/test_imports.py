@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parent.parent / "eagle3_fast"
-PLAIN = {"records", "config", "spellings", "errors", "files", "log", "precision"}
+PLAIN = {"records", "config", "spellings", "endpoint", "errors", "files", "log", "precision"}
 ALLOWED = {
     "reference": set(),
     "ops": {"reference", *PLAIN},
