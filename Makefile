@@ -66,10 +66,11 @@ bench-peer-venv: $(PEER_VENV)/.installed
 kernels-report: $(VENV)/.installed
 	$(BIN)/python bench/kernels_report.py
 
-# Source distribution and wheel, built and installed in an empty environment, every command's help.
+# Source distribution and wheel, built and installed in an environment that has only what the flags of `train` need, every command's help.
 test-dist: $(VENV)/.installed
 	rm -rf build/dist && $(BIN)/python -m build -q --no-isolation --outdir build/dist .
 	$(PYTHON) -m venv --clear build/dist/venv
+	build/dist/venv/bin/pip install -q -c requirements.lock pydantic pyyaml
 	build/dist/venv/bin/pip install -q --no-deps build/dist/*.whl
 	cd build/dist && for verb in regenerate prepare vocab extract plan train export convert evaluate report run check show-mask doctor; do \
 	  venv/bin/eagle3-fast $$verb --help > /dev/null || exit 1; done
