@@ -157,8 +157,10 @@ def _train(options: argparse.Namespace) -> None:
 
         print(run_file(config, whole=True), end="")
         return
+    from eagle3_fast.pipeline import refuse_unservable
     from eagle3_fast.train.trainer import train
 
+    refuse_unservable(config)
     train(config, options.online)
 
 
@@ -171,14 +173,11 @@ def _plan(options: argparse.Namespace) -> None:
 
 
 def _export(options: argparse.Namespace) -> None:
-    from eagle3_fast.export import sglang, speculators
-    from eagle3_fast.train.checkpoint import servable_checkpoint
+    from eagle3_fast.pipeline import export_draft
 
     if options.format:
         options.overrides = [*options.overrides, f"export.format={options.format}"]
-    config = _config(options)
-    export = sglang.export if config.export.format == "sglang" else speculators.export
-    export(config, servable_checkpoint(Path(config.train.trainer.save_path)))
+    export_draft(_config(options))
 
 
 def _convert(options: argparse.Namespace) -> None:

@@ -25,6 +25,7 @@ from matplotlib.ticker import MaxNLocator
 from eagle3_fast import __version__
 from eagle3_fast.config import RunConfig
 from eagle3_fast.errors import InputError
+from eagle3_fast.export.engines import serve_command
 from eagle3_fast.files import read_json, written_aside
 from eagle3_fast.model.config import DraftConfig, load_draft_config
 
@@ -49,7 +50,7 @@ class ReportInputs:
     config: RunConfig
     metrics: list[Row] = field(default_factory=list)  # lines of metrics.jsonl
     evaluation: dict[str, Any] | None = None  # content of evaluation.json
-    draft: DraftConfig | None = None  # config.json of the exported folder
+    draft: DraftConfig | None = None  # config.json of the exported folder, or of the checkpoint behind one for SGLang
     prepared: dict[str, Any] = field(default_factory=dict)  # content of prepare.json
     vocabulary: dict[str, Any] = field(default_factory=dict)  # content of vocab-<D>.json
     agreement: float | None = None  # share of positions at which stored states give the verifier's own argmax
@@ -63,13 +64,14 @@ def report(config: RunConfig, seconds: dict[str, float] | None = None) -> Path:
 
 def gather(config: RunConfig, seconds: dict[str, float] | None = None) -> ReportInputs:
     """Read the files of a run. Absent ones are left out; a malformed one is an InputError."""
-    data, output = Path(config.train.data.data_path), Path(config.export.output)
-    evaluation, metrics = Path(config.evaluate.output), Path(config.train.trainer.save_path) / "metrics.jsonl"
+    data, checkpoints = Path(config.train.data.data_path), Path(config.train.trainer.save_path)
+    evaluation, metrics = Path(config.evaluate.output), checkpoints / "metrics.jsonl"
+    draft = Path(config.export.output) if config.export.format == "speculators" else checkpoints / "checkpoint_best"
     return ReportInputs(
         config=config,
         metrics=read_metrics(metrics) if metrics.is_file() else [],
         evaluation=read_json(evaluation) if evaluation.is_file() else None,
-        draft=load_draft_config(output) if (output / "config.json").is_file() else None,
+        draft=load_draft_config(draft) if (draft / "config.json").is_file() else None,
         prepared=_json_or_nothing(data / "prepare.json"),
         vocabulary=_json_or_nothing(data / f"vocab-{config.train.draft.draft_vocab_size}.json"),
         agreement=_json_or_nothing(config.hidden_states_path / "extract.json").get("agreement"),
@@ -201,10 +203,15 @@ def serve_commands(inputs: ReportInputs) -> list[tuple[str, str]]:
     """(what for, command line) of the next steps."""
     folder, verifier = inputs.config.export.output, inputs.config.train.verifier.verifier_name_or_path
     tokens = (inputs.evaluation or {}).get("draft_tokens", inputs.config.evaluate.draft_tokens)
+    if inputs.config.export.format == "sglang":
+        return [("Serve verifier and draft", serve_command("sglang", folder, verifier, tokens))]
     option = json.dumps({"model": folder, "num_speculative_tokens": tokens, "method": "eagle3"})
     return [
         ("Check the folder before it is copied anywhere", f"eagle3-fast check {folder}"),
-        ("Serve verifier and draft; vLLM finds the verifier in the draft's config.json", f"vllm serve {folder}"),
+        (
+            "Serve verifier and draft; vLLM finds the verifier in the draft's config.json",
+            serve_command("speculators", folder, verifier, tokens),
+        ),
         ("The same, naming the verifier yourself", f"vllm serve {verifier} --speculative-config '{option}'"),
     ]
 

@@ -68,6 +68,30 @@ def test_bad_input_is_one_line_and_exit_code_2(
     assert message in error
 
 
+SGLANG = {"norm_before_residual": False, "full_attention_indices": [0]}
+
+
+def test_a_run_for_sglang_evaluates_its_checkpoint(tmp_path: Path, toy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_run(tmp_path, toy, **{"export": {"format": "sglang"}, "train.draft": SGLANG})
+    assert main(["run", "--config", str(path)]) == 0, capsys.readouterr().err
+    assert json.loads((tmp_path / "draft" / "config.json").read_text())["architectures"] == ["LlamaForCausalLMEagle3"]
+    assert json.loads((tmp_path / "evaluation.json").read_text())["prompt_sets"][0]["identical"] == 2
+    command = f"--speculative-draft-model-path {tmp_path / 'draft'} --speculative-num-steps 3"
+    assert command in capsys.readouterr().err
+    assert command in (tmp_path / "report.html").read_text()
+
+
+@pytest.mark.parametrize("verb", ["run", "train"])
+def test_what_sglang_does_not_follow_is_refused_before_training(
+    tmp_path: Path, toy: Path, verb: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_run(tmp_path, toy, export={"format": "sglang"})
+    assert main([verb, "--config", str(path)]) == EXIT_BAD_INPUT
+    assert "SGLang does not follow norm_before_residual" in capsys.readouterr().err
+    assert not (tmp_path / "checkpoints").exists()
+    assert not (tmp_path / "data").exists()
+
+
 def test_every_verb_has_help() -> None:
     for verb in (
         "regenerate",

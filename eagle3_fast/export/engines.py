@@ -97,3 +97,14 @@ def layers_of(ids: Sequence[int], engine: str, verifier_type: str) -> list[int]:
             "--aux-layer-ids after how many decoder layers its states are taken"
         )
     return layers
+
+
+def serve_command(layout: str, folder: str, verifier: str, tokens: int) -> str:
+    """The command that serves an exported draft and its verifier, `tokens` drafted in a chain before each verifier pass."""
+    if layout == "speculators":
+        return f"vllm serve {folder}"
+    return (
+        f"python -m sglang.launch_server --model-path {verifier} --speculative-algorithm EAGLE3 "
+        f"--speculative-draft-model-path {folder} --speculative-num-steps {tokens} --speculative-eagle-topk 1 "
+        f"--speculative-num-draft-tokens {tokens + 1}"
+    )

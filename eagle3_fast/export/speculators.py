@@ -43,11 +43,6 @@ def export(config: RunConfig, checkpoint: Path) -> Path:
             output folder holds files of another origin.
     """
     output, dtype = Path(config.export.output), getattr(torch, config.export.dtype)
-    if config.export.format != "speculators":
-        raise InputError(
-            f"export.format is {config.export.format}, which `evaluate` and `run` cannot read: leave it at speculators here, then "
-            f"`eagle3-fast export --format {config.export.format}` into another export.output"
-        )
     refuse_foreign(output, checkpoint, "export.output")
     draft = load_draft(checkpoint)
     draft.config = servable_config(draft.config, config)

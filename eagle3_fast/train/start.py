@@ -29,10 +29,7 @@ def start_draft(config: RunConfig) -> Draft:
     section = config.train.draft
     shape = verifier_shape(config.train.verifier.verifier_name_or_path, config.train.verifier.trust_remote_code)
     mapping = load_mapping(config, shape.vocab_size)
-    if section.from_pretrained:
-        draft_config = _with_aux_layers(load_draft_config(section.from_pretrained), section, shape)
-    else:
-        draft_config = new_draft_config(config, shape, mapping)
+    draft_config = planned_config(config, shape, mapping)
     draft = Draft(draft_config, train_head=config.engine.compat == "0.3")
     draft.initialise(config.train.seed)
     draft.recompute(config.engine.recompute)
@@ -62,6 +59,14 @@ def objective(config: RunConfig) -> Objective:
         verifier_norm=current,
         label_mask=section.mask_rule == "label",
     )
+
+
+def planned_config(config: RunConfig, shape: VerifierShape, mapping: VocabMapping | None) -> DraftConfig:
+    """The config that a run's draft will have."""
+    section = config.train.draft
+    if section.from_pretrained:
+        return _with_aux_layers(load_draft_config(section.from_pretrained), section, shape)
+    return new_draft_config(config, shape, mapping)
 
 
 def new_draft_config(config: RunConfig, shape: VerifierShape, mapping: VocabMapping | None) -> DraftConfig:
