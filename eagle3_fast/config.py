@@ -233,13 +233,50 @@ class PrepareSection(Section):
     )
 
 
+REQUEST_FIELDS = {
+    "model": "set train.verifier.verifier_name_or_path",
+    "messages": "set regenerate.prompts",
+    "max_tokens": "set regenerate.max_new_tokens",
+    "max_completion_tokens": "set regenerate.max_new_tokens",
+    "temperature": "set regenerate.temperature",
+    "top_p": "set regenerate.top_p",
+    "n": "a prompt gets one answer",
+    "stream": "an answer is read when it is whole",
+}
+"""Fields of a request that the run file decides elsewhere, and where."""
+
+
 class RegenerateSection(Section):
     prompts: list[str] = Field([], description="files of prompts (any form that prepare reads)")
     output: str = "./output/chats.jsonl"
     max_new_tokens: int = Field(256, ge=1)
     temperature: float = Field(0.0, ge=0)
     top_p: float = Field(1.0, gt=0, le=1)
-    batch_size: int = Field(32, ge=1)
+    batch_size: int = Field(32, ge=1, description="prompts answered together in this process")
+    endpoint: str | None = Field(
+        None, description="OpenAI-compatible server of the verifier, such as http://127.0.0.1:8000; none: this process"
+    )
+    concurrency: int = Field(64, ge=1, description="requests in flight")
+    request_timeout: float = Field(600, gt=0, description="seconds to wait for one answer")
+    max_retries: int = Field(3, ge=0, description="tries after the first")
+    sampling_params: dict[str, Any] = Field({}, description="further fields of every request, such as {top_k: 20}")
+
+    @field_validator("sampling_params")
+    @classmethod
+    def _sent_as_json(cls, value: dict[str, Any]) -> dict[str, Any]:
+        for name in value:
+            if name in REQUEST_FIELDS:
+                raise ValueError(f"{name} cannot be among them: {REQUEST_FIELDS[name]}")
+        try:
+            return dict(json.loads(json.dumps(value, allow_nan=False)))
+        except TypeError as error:
+            raise ValueError(f"cannot be sent as JSON: {error}") from None
+
+    @model_validator(mode="after")
+    def _sent_to_a_server(self) -> RegenerateSection:
+        if self.sampling_params and self.endpoint is None:
+            raise ValueError("sampling_params are those of a server: set regenerate.endpoint")
+        return self
 
 
 class ExtractSection(Section):

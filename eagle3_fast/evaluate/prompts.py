@@ -39,7 +39,7 @@ def read_prompts(path: str, tokenizer: PreTrainedTokenizerBase, max_prompts: int
 
 
 def _usable(path: str, tokenizer: PreTrainedTokenizerBase, max_tokens: int | None, skipped: Counter[str]) -> Iterator[Prompt]:
-    for row in read_rows([path]):
+    for row in read_rows([path], chats=True):
         if not isinstance(row, Conversation):
             skipped[row.reason if isinstance(row, Unusable) else "already tokenized"] += 1
             continue

@@ -7,7 +7,7 @@ Row forms, recognised by their keys:
     conversations   ShareGPT: from / value
     data            UltraChat: user and assistant strings in turn
     prompt, instruction or question, with or without response, completion, answer or output
-    input_ids + loss_mask: already tokenized, passed through
+    input_ids + loss_mask: already tokenized, passed through whatever else the row holds
 
 A file that cannot be read is an `InputError`; a row that cannot be used is an `Unusable` with its reason, for the caller to
 count.
@@ -16,6 +16,7 @@ count.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -35,6 +36,8 @@ ROLES = {
     "system": "system",
     "tool": "tool",
 }
+SURROGATE = re.compile("[\ud800-\udfff]")  # JSON can spell it, no file and no tokenizer can take it
+CHAT_KEYS = ("messages", "conversations", "data")
 PROMPT_KEYS = ("prompt", "instruction", "question")
 REPLY_KEYS = ("response", "completion", "answer", "output")
 
@@ -58,16 +61,19 @@ class RowError(ValueError):
     """The reason why one row cannot be used."""
 
 
-def read_rows(paths: list[str], max_samples: int | None = None) -> Iterator[Row]:
-    """Every source row of `paths` in order, at most `max_samples` of them. Raises InputError for a file that cannot be read."""
+def read_rows(paths: list[str], max_samples: int | None = None, chats: bool = False) -> Iterator[Row]:
+    """Every source row of `paths` in order, at most `max_samples` of them. Raises InputError for a file that cannot be read.
+
+    chats: a row that holds a chat and its token ids is read as the chat.
+    """
     if not paths:
         raise InputError("no data files are named: set prepare.data (or regenerate.prompts) to at least one file")
-    return (parse_row(row, source) for source, row in islice(_raw_rows(paths), max_samples))
+    return (parse_row(row, source, chats) for source, row in islice(_raw_rows(paths), max_samples))
 
 
 def read_conversations(paths: list[str], max_samples: int | None = None) -> Iterator[Conversation]:
     """The rows of `paths` that are chats, whether answered or not."""
-    return (row for row in read_rows(paths, max_samples) if isinstance(row, Conversation))
+    return (row for row in read_rows(paths, max_samples, chats=True) if isinstance(row, Conversation))
 
 
 def data_files(path: str) -> list[Path]:
@@ -145,15 +151,17 @@ def _parquet(path: Path) -> Iterator[tuple[int, Any]]:
 def _arrow(path: Path) -> Iterator[tuple[int, Any]]:
     import datasets
 
-    yield from enumerate(datasets.load_from_disk(str(path)), start=1)
+    rows = datasets.load_from_disk(str(path))
+    yield from enumerate(rows.with_format(None), start=1)  # others store one, under which lists come as tensors
 
 
-def parse_row(row: Any, source: str) -> Row:
-    """One source row in our form."""
+def parse_row(row: Any, source: str, chats: bool = False) -> Row:
+    """One source row in our form; `chats` as in `read_rows`."""
     try:
         if not isinstance(row, dict):
             raise RowError("not a JSON object")
-        if row.get("input_ids") is not None and row.get("loss_mask") is not None:
+        tokenized = row.get("input_ids") is not None and row.get("loss_mask") is not None
+        if tokenized and not (chats and any(row.get(key) for key in CHAT_KEYS)):
             return _tokenized(row)
         if row.get("image") or row.get("images"):
             raise RowError("has images")
@@ -162,6 +170,8 @@ def parse_row(row: Any, source: str) -> Row:
         messages = tuple(_messages(row))
         if not messages:
             raise RowError("no messages")
+        if any(SURROGATE.search(message.content + (message.reasoning or "")) for message in messages):
+            raise RowError("holds half a Unicode character")
         kind = CutConversation if row.get("finish_reason") == "length" else Conversation
         return kind(messages, source)
     except RowError as reason:
@@ -169,16 +179,20 @@ def parse_row(row: Any, source: str) -> Row:
 
 
 def _tokenized(row: dict[str, Any]) -> TokenizedExample:
-    ids, mask = list(row["input_ids"]), list(row["loss_mask"])
+    ids, mask = row["input_ids"], row["loss_mask"]
+    if not (isinstance(ids, list) and isinstance(mask, list)):
+        raise RowError("input_ids or loss_mask is not a list")
     if len(ids) != len(mask):
         raise RowError("input_ids and loss_mask differ in length")
-    if not set(mask) <= {0, 1}:
+    if not all(type(token) is int and 0 <= token < 2**31 for token in ids):
+        raise RowError("input_ids holds values that are no token ids")
+    if not all(flag in (0, 1) for flag in mask):
         raise RowError("loss_mask holds values other than 0 and 1")
     return TokenizedExample(ids, [int(flag) for flag in mask])
 
 
 def _messages(row: dict[str, Any]) -> Iterator[Message]:
-    turns = next((row[key] for key in ("messages", "conversations", "data") if isinstance(row.get(key), list)), None)
+    turns = next((row[key] for key in CHAT_KEYS if isinstance(row.get(key), list)), None)
     if turns is not None:
         strings = bool(turns) and all(isinstance(turn, str) for turn in turns)
         chat = [_alternating(index, turn) if strings else _message(turn) for index, turn in enumerate(turns)]

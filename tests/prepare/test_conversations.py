@@ -49,6 +49,9 @@ def test_cut_replies_and_tokenized_rows() -> None:
     assert isinstance(parse_row(FORMS[0] | {"finish_reason": "length"}, "f:1"), CutConversation)
     assert not isinstance(parse_row(FORMS[0] | {"finish_reason": "stop"}, "f:1"), CutConversation)
     assert parse_row({"input_ids": [5, 6], "loss_mask": [0, 1]}, "f:1") == TokenizedExample([5, 6], [0, 1])
+    both = FORMS[0] | {"input_ids": [5, 6], "loss_mask": [0, True]}
+    assert parse_row(both, "f:1") == TokenizedExample([5, 6], [0, 1])
+    assert parse_row(both, "f:1", chats=True) == Conversation(CHAT, "f:1")
 
 
 @pytest.mark.parametrize(
@@ -57,6 +60,7 @@ def test_cut_replies_and_tokenized_rows() -> None:
         ({"text": "x"}, "unknown form: keys text"),
         ([1], "not a JSON object"),
         ({"messages": []}, "no messages"),
+        ({"prompt": "cut \ud83d"}, "holds half a Unicode character"),
         ({"messages": [{"role": "narrator", "content": "x"}]}, "unknown role 'narrator'"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
@@ -66,6 +70,11 @@ def test_cut_replies_and_tokenized_rows() -> None:
         ({"messages": [{"role": "assistant", "content": None, "tool_calls": [{}]}]}, "has tool calls"),
         ({"input_ids": [1], "loss_mask": [1, 0]}, "input_ids and loss_mask differ in length"),
         ({"input_ids": [1], "loss_mask": [2]}, "loss_mask holds values other than 0 and 1"),
+        ({"input_ids": [1], "loss_mask": [[1]]}, "loss_mask holds values other than 0 and 1"),
+        ({"input_ids": [1.5], "loss_mask": [1]}, "input_ids holds values that are no token ids"),
+        ({"input_ids": [-1], "loss_mask": [1]}, "input_ids holds values that are no token ids"),
+        ({"input_ids": [2**31], "loss_mask": [1]}, "input_ids holds values that are no token ids"),
+        ({"input_ids": "1", "loss_mask": [1]}, "input_ids or loss_mask is not a list"),
     ],
 )
 def test_unusable_rows_have_a_reason(row: Any, reason: str) -> None:
@@ -93,6 +102,9 @@ def test_every_kind_of_file(tmp_path: Path) -> None:
         assert [chat.messages for chat in chats] == [CHAT] * rows, name
         assert chats[0].source == f"{tmp_path / name}:1"
     assert [chat.messages for chat in read_conversations([str(tmp_path / "folder")])] == [CHAT] * 2
+    tokenized = datasets.Dataset.from_dict({"input_ids": [[5, 6]], "loss_mask": [[0, 1]]}).with_format("torch")
+    tokenized.save_to_disk(str(tmp_path / "tensors"))
+    assert list(read_rows([str(tmp_path / "tensors")])) == [TokenizedExample([5, 6], [0, 1])]
     assert len(list(read_rows([str(tmp_path / "list.json"), str(tmp_path / "lines.jsonl")], max_samples=3))) == 3
 
 

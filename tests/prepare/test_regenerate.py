@@ -13,8 +13,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from eagle3_fast.config import RunConfig
 from eagle3_fast.errors import InputError
+from eagle3_fast.prepare import local_answers
+from eagle3_fast.prepare.answers import Reply
 from eagle3_fast.prepare.conversations import CutConversation, read_conversations
-from eagle3_fast.prepare.regenerate import Answerer, Reply, batches, read_prompts, regenerate
+from eagle3_fast.prepare.local_answers import LocalAnswerer, batches
+from eagle3_fast.prepare.regenerate import read_prompts, regenerate
 
 Configure = Callable[..., RunConfig]
 Write = Callable[..., str]
@@ -57,15 +60,15 @@ def test_a_killed_run_goes_on(setup: Callable[..., RunConfig], monkeypatch: pyte
     undisturbed = setup(name="undisturbed.jsonl", temperature=temperature)
     regenerate(undisturbed)
     config = setup(temperature=temperature)
-    chat, calls = Answerer.chat, []
+    converse, calls = local_answers.converse, []
 
-    def killed_at_the_third(self: Answerer, batch: Any) -> Any:
+    def killed_at_the_third(batch: Any, reply: Any) -> Any:
         calls.append(batch)
         if len(calls) == 3:
             raise KeyboardInterrupt
-        return chat(self, batch)
+        return converse(batch, reply)
 
-    monkeypatch.setattr(Answerer, "chat", killed_at_the_third)
+    monkeypatch.setattr(local_answers, "converse", killed_at_the_third)
     with pytest.raises(KeyboardInterrupt):
         regenerate(config)
     partial = Path(config.regenerate.output + ".partial")
@@ -92,15 +95,45 @@ def test_other_settings_are_refused(setup: Callable[..., RunConfig], tmp_path: P
         regenerate(setup(name="mine.jsonl"))
 
 
+def test_settings_bind_no_one_before_the_first_answer(setup: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(local_answers, "converse", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        regenerate(setup())
+    regenerate(setup(max_new_tokens=5))
+
+
+def test_text_that_looks_like_line_ends_stays_one_row(setup: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "a\u2028b\x85c\x0cd\r\ne"
+    monkeypatch.setattr(LocalAnswerer, "reply", lambda self, chats: [Reply(text, "stop", 1) for _ in chats])
+    config = setup()
+    regenerate(config)
+    rows = Path(config.regenerate.output).read_bytes().splitlines()
+    assert [json.loads(row)["messages"][1]["content"] for row in rows] == [text] * 7
+
+
+def test_a_prompt_that_was_answered_twice_is_one_row(setup: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch) -> None:
+    config = setup()
+    answers = LocalAnswerer.answers
+
+    def twice(self: LocalAnswerer, *arguments: Any) -> Any:
+        for rows, tokens in answers(self, *arguments):
+            yield rows, tokens
+            yield rows, tokens
+
+    monkeypatch.setattr(LocalAnswerer, "answers", twice)
+    assert sum(regenerate(config)["counts"].values()) == 7
+    assert [row["id"] for row in written(config)] == list(range(7))
+
+
 def test_every_user_turn_is_answered_in_sequence(setup: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
-    def reply(self: Answerer, chats: list[Any]) -> list[Reply]:
+    def reply(self: LocalAnswerer, chats: list[Any]) -> list[Reply]:
         asked.extend(" | ".join(message["content"] for message in chat) for chat in chats)
         kinds = {"empty": ("", "empty reply"), "long": ("cut", "length")}
         return [Reply(*kinds.get(chat[-1]["content"], (f"re {chat[-1]['content']}", "stop")), 1) for chat in chats]
 
-    monkeypatch.setattr(Answerer, "reply", reply)
+    monkeypatch.setattr(LocalAnswerer, "reply", reply)
     turns = [{"role": "system", "content": "s"}] + [
         {"role": r, "content": c} for r, c in [("user", "a"), ("assistant", "old"), ("user", "b")]
     ]
