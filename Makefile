@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 VLLM_VENV := .venv-vllm
 PEER_VENV := .venv-peer
+OLD_PEER_VENV := .venv-peer-0.3
 BENCH ?= --preset smollm2 --threads 1,2 -k v32000-s2048
 
 SERVED = VLLM_CPU_KVCACHE_SPACE=2 HF_HUB_OFFLINE=1 $(VLLM_VENV)/bin/python tests/vllm/served.py --prompts examples/heldout.jsonl
@@ -34,8 +35,8 @@ test: $(VENV)/.installed
 test-distributed: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/distributed
 
-# Our run files in released speculators, and its configs and flags here.
-test-peers: $(VENV)/.installed $(PEER_VENV)/.installed
+# Released speculators 0.9 and 0.3: same configs, twenty training steps with the same end, checkpoints that go on there and here.
+test-peers: $(VENV)/.installed $(PEER_VENV)/.installed $(OLD_PEER_VENV)/.installed
 	$(BIN)/python -m pytest tests/peers
 
 # The demo's draft in real vLLM (CPU, an environment of its own): same text as plain vLLM, acceptance as our own evaluation says.
@@ -109,7 +110,15 @@ $(PEER_VENV)/.installed:
 	sh .ci/install-torch $(PEER_VENV)/bin/pip
 	$(PEER_VENV)/bin/pip install -q --no-deps speculators==0.9.0 hs-connectors==0.9.0
 	$(PEER_VENV)/bin/pip install -q 'transformers>=5.10.2,<=5.19' 'datasets<=5.1' pydantic pydantic-settings loguru openai tqdm rich \
-	  click typer numpy safetensors pyyaml accelerate
+	  click typer numpy safetensors pyyaml accelerate httpx
+	touch $@
+
+$(OLD_PEER_VENV)/.installed:
+	test -x $(OLD_PEER_VENV)/bin/python || $(PYTHON) -m venv $(OLD_PEER_VENV)
+	sh .ci/install-torch $(OLD_PEER_VENV)/bin/pip
+	$(OLD_PEER_VENV)/bin/pip install -q --no-deps speculators==0.3.0
+	$(OLD_PEER_VENV)/bin/pip install -q transformers==4.57.1 datasets==4.4.1 pydantic pydantic-settings loguru tqdm rich click typer \
+	  numpy safetensors pyyaml accelerate
 	touch $@
 
 clean:

@@ -55,6 +55,11 @@ def _parser(with_flags: bool = False) -> argparse.ArgumentParser:
     _add_run_verb(verbs, "evaluate", _evaluate, "decode prompts speculatively and measure acceptance")
     export = _add_run_verb(verbs, "export", _export, "write the folder that a server loads")
     export.add_argument("--format", choices=("speculators", "sglang"), help="layout, instead of the run file's export.format")
+    export.add_argument(
+        "--training-state",
+        action="store_true",
+        help="instead, add to the newest checkpoint what speculators' own trainer needs to go on from it",
+    )
     _add_run_verb(verbs, "report", _report, "write the run's HTML report")
     _add_run_verb(verbs, "run", _run, "every verb from prepare to report, in order")
     _add_convert(verbs)
@@ -173,11 +178,12 @@ def _plan(options: argparse.Namespace) -> None:
 
 
 def _export(options: argparse.Namespace) -> None:
-    from eagle3_fast.pipeline import export_draft
+    from eagle3_fast.pipeline import export_draft, export_training_state
 
     if options.format:
         options.overrides = [*options.overrides, f"export.format={options.format}"]
-    export_draft(_config(options))
+    export = export_training_state if options.training_state else export_draft
+    export(_config(options))
 
 
 def _convert(options: argparse.Namespace) -> None:

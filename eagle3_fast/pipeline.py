@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle3_fast.config import RunConfig
+from eagle3_fast.errors import InputError
 from eagle3_fast.log import logger
 
 
@@ -54,6 +55,19 @@ def export_draft(config: RunConfig) -> Path:
 
     export = sglang.export if config.export.format == "sglang" else speculators.export
     return export(config, servable_checkpoint(Path(config.train.trainer.save_path)))
+
+
+def export_training_state(config: RunConfig) -> Path:
+    """Make the newest checkpoint of a run one that speculators' own trainer goes on from, too."""
+    from eagle3_fast.train.checkpoint import is_own, latest_checkpoint
+    from eagle3_fast.train.speculators_checkpoint import add_training_state
+
+    save_path = Path(config.train.trainer.save_path)
+    folder = latest_checkpoint(save_path)
+    if folder is None or not is_own(folder):
+        raise InputError(f"{folder or save_path}: not a checkpoint of this trainer; nothing to add to")
+    add_training_state(config, folder)
+    return folder
 
 
 def refuse_unservable(config: RunConfig) -> None:

@@ -2,10 +2,15 @@
 
 {save_path}/{epoch}/   config.json, model.safetensors   the draft as it would be served
                        engine_state.pt                  float32 masters, optimizers, schedules, random state
-                       training_state.json              epoch, local_step (steps done in it), global_step, what the run depends on
-                       val_metrics.json                 of the validation that followed, if one did
+                       training_state.json              epoch, local_step (steps done in it; 0: all), global_step, what the run depends on
+                       val_metrics.json                 of the validation that followed, if one did; names end in `_epoch`
 {save_path}/epoch{E}_end | epoch{E}_step{N} -> {epoch}   where it stands
 {save_path}/checkpoint_best -> {epoch}                   lowest validation loss so far
+
+The layout is that of speculators 0.9, whose own checkpoints are resumed too (`speculators_checkpoint`). It differs in that
+`engine_state.pt` takes the place of two files that round to bfloat16, `val_metrics.json` lies in every validated checkpoint, an
+interrupted run saves into its epoch's folder, from where it goes on, instead of `interrupted/`, and `config.py` and a copy of the
+command are left out.
 """
 
 from __future__ import annotations
@@ -33,6 +38,10 @@ from eagle3_fast.log import logger
 from eagle3_fast.model.draft import save_draft
 from eagle3_fast.train.engine import Engine
 from eagle3_fast.train.ranks import Ranks
+from eagle3_fast.train.speculators_checkpoint import is_theirs, read_training
+
+ABOUT = ("split", "epoch")
+"""Entries of a validation's metrics that are no metrics."""
 
 
 @dataclass
@@ -66,7 +75,13 @@ def save_checkpoint(
     """
     name = str(position.epoch - 1 if finished_epoch else position.epoch)
     state = {"engine": engine.state_dict(), "random": _random_state()}
-    about = {**asdict(position), "ranks": ranks.size, "depends_on": depends_on}
+    about = {
+        **asdict(position),
+        "epoch": int(name),  # speculators' meaning: the one that was under way or has just ended
+        "learning_rates": engine.learning_rates(),
+        "ranks": ranks.size,
+        "depends_on": depends_on,
+    }
 
     def write() -> None:
         partial = save_path / f".{name}.partial"
@@ -115,7 +130,7 @@ def drop_old(save_path: Path, keep_last: int | None) -> None:
     if keep_last is None:
         return
     best = (save_path / "checkpoint_best").resolve()
-    whole = [folder for _, folder in _numbered(save_path) if _is_whole(folder)]
+    whole = [folder for _, folder in _numbered(save_path) if is_own(folder)]
     for folder in whole[:-keep_last]:
         if folder != best:
             logger.info("%s: deleted, engine.keep_last is %d", folder, keep_last)
@@ -126,7 +141,7 @@ def drop_old(save_path: Path, keep_last: int | None) -> None:
 def record_validation(save_path: Path, folder: Path, metrics: dict[str, Any]) -> None:
     """Keep the metrics beside the checkpoint, and point `checkpoint_best` at it when its loss is the lowest so far."""
     best = _best_loss(save_path)
-    write_json(folder / "val_metrics.json", metrics)
+    write_json(folder / "val_metrics.json", {f"{name}_epoch": value for name, value in metrics.items() if name not in ABOUT})
     if not math.isfinite(metrics["loss"]) or not metrics["supervised_tokens"]:
         logger.warning("%s: its validation says nothing (loss %s); it cannot become the best", folder, metrics["loss"])
     elif best is None or metrics["loss"] < best:
@@ -134,13 +149,13 @@ def record_validation(save_path: Path, folder: Path, metrics: dict[str, Any]) ->
 
 
 def _best_loss(save_path: Path) -> float | None:
-    """Validation loss of the linked checkpoint; from the log of metrics where its own file is gone. None: nothing is linked."""
-    link = save_path / "checkpoint_best"
+    """Validation loss of the linked checkpoint; from the log of metrics where its own file is gone. None: nothing is linked, or known."""
+    link, log = save_path / "checkpoint_best", save_path / "metrics.jsonl"
     if not link.exists():
         return None
     if (link / "val_metrics.json").is_file():
-        return read_json(link / "val_metrics.json")["loss"]
-    logged = map(json.loads, (save_path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[:-1])
+        return read_json(link / "val_metrics.json").get("loss_epoch")
+    logged = map(json.loads, log.read_text(encoding="utf-8").splitlines()[:-1] if log.is_file() else ())
     return min((row["loss"] for row in logged if row["split"] == "val"), default=None)
 
 
@@ -153,8 +168,10 @@ def latest_checkpoint(save_path: Path) -> Path | None:
     for partial in save_path.glob(".*.partial"):
         if partial.is_dir():
             logger.warning("%s: a save was cut short, passed over", partial)
+    if (save_path / "interrupted").is_dir():
+        logger.warning("%s/interrupted: left out; rename it to the number of its epoch to go on after that", save_path)
     for _, folder in reversed(_numbered(save_path)):
-        if _is_whole(folder):
+        if is_own(folder) or is_theirs(folder):
             return folder
         logger.warning("%s: not a whole checkpoint, passed over", folder)
     return None
@@ -165,8 +182,10 @@ def _numbered(save_path: Path) -> list[tuple[int, Path]]:
     return sorted((int(path.name), path) for path in save_path.resolve().glob("*") if path.name.isdigit() and path.is_dir())
 
 
-def _is_whole(folder: Path) -> bool:
-    return (folder / "training_state.json").is_file() and (folder / "engine_state.pt").is_file()
+def is_own(folder: Path) -> bool:
+    """Whether this trainer wrote a checkpoint last: speculators' trainer, going on from it, replaces `training_state.json`."""
+    state = folder / "training_state.json"
+    return (folder / "engine_state.pt").is_file() and state.is_file() and "depends_on" in read_json(state)
 
 
 def servable_checkpoint(save_path: Path) -> Path:
@@ -178,8 +197,10 @@ def servable_checkpoint(save_path: Path) -> Path:
     return folder
 
 
-def saved_slots(folder: Path) -> tuple[int, int]:
-    """Batches of an optimizer step, and the ranks that shared them, of the run that wrote a checkpoint."""
+def saved_slots(folder: Path) -> tuple[int, int] | None:
+    """Batches of an optimizer step, and the ranks that shared them, of the run that wrote a checkpoint; speculators does not say."""
+    if not is_own(folder):
+        return None
     state = read_json(folder / "training_state.json")
     return state["depends_on"]["batches of a step"], state["ranks"]
 
@@ -189,6 +210,11 @@ def load_checkpoint(folder: Path, engine: Engine, depends_on: dict[str, Any]) ->
 
     The number of ranks, their ZeRO stage and the learning rate may be others.
     """
+    if not is_own(folder):
+        with engine.whole_draft() as draft:
+            tensors, state = read_training(folder, draft, depends_on["optimizer"])
+        engine.load_state_dict(tensors)
+        return _position(folder, state)
     state = read_json(folder / "training_state.json")
     saved = state["depends_on"]
     changed = [f"{name} (was {saved.get(name)}, is {value})" for name, value in depends_on.items() if saved.get(name) != value]
@@ -204,7 +230,13 @@ def load_checkpoint(folder: Path, engine: Engine, depends_on: dict[str, Any]) ->
         ) from None
     engine.load_state_dict(tensors["engine"])
     _restore_random_state(tensors["random"])
-    return Position(state["epoch"], state["local_step"], state["global_step"])
+    return _position(folder, state)
+
+
+def _position(folder: Path, state: dict[str, Any]) -> Position:
+    """Within the epoch that the folder is named by, or at the beginning of the next."""
+    local_step = state["local_step"]
+    return Position(int(folder.name) + (local_step == 0), local_step, state["global_step"])
 
 
 def _point(link: Path, name: str) -> None:

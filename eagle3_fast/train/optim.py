@@ -25,7 +25,7 @@ def build_optimizers(
 ) -> list[Optimizer]:
     """AdamW for all, or Muon (Jordan et al. 2024) for matrices and AdamW for the rest. Frozen parameters are left out."""
     trainable = [(name, value) for name, value in parameters if value.requires_grad]
-    matrices = [value for name, value in trainable if section.optimizer == "muon" and _is_matrix(name, value)]
+    matrices = [value for name, value in trainable if section.optimizer == "muon" and is_matrix(name, value)]
     chosen = {id(value) for value in matrices}
     rest = [value for _, value in trainable if id(value) not in chosen]
     optimizers: list[Optimizer] = []
@@ -47,7 +47,7 @@ def build_optimizers(
     return optimizers
 
 
-def _is_matrix(name: str, value: torch.Tensor) -> bool:
+def is_matrix(name: str, value: torch.Tensor) -> bool:
     return value.ndim == 2 and min(value.shape) > 1 and not any(part in name for part in MUON_NEVER)
 
 

@@ -31,6 +31,7 @@ from eagle3_fast.train.artifacts import record_run
 from eagle3_fast.train.checkpoint import (
     Position,
     drop_old,
+    is_own,
     latest_checkpoint,
     load_checkpoint,
     locked,
@@ -158,7 +159,7 @@ class Trainer:
         if finished:
             self.position.epoch, self.position.local_step = self.position.epoch + 1, 0
         ends = self.position.epoch == self.config.train.trainer.epochs or self._at_step_limit()
-        due = finished and (frequency <= 1 or self.position.epoch % int(frequency) == 1)
+        due = finished and (frequency <= 1 or self.position.epoch == 1 or self.position.epoch % int(frequency) == 0)
         folder = self._save(finished) if due or ends or stop else None
         if stop:
             raise Interrupted(f"interrupted at step {self.position.global_step}; saved to {folder}, run the same command to go on")
@@ -297,7 +298,10 @@ class Trainer:
         own = self.ranks.size * self.config.engine.accumulation
         if self.checkpoint is None:
             return own
-        slots, ranks = saved_slots(self.checkpoint)
+        saved = saved_slots(self.checkpoint)
+        if saved is None:
+            return own
+        slots, ranks = saved
         if slots == own or ranks == self.ranks.size:
             return own
         if slots % self.ranks.size:
@@ -314,7 +318,8 @@ class Trainer:
             return
         self.position = load_checkpoint(folder, self.engine, self.depends_on)
         logger.info("resumed from %s at step %d", folder, self.position.global_step)
-        self.unvalidated = folder if self.position.local_step == 0 and not (folder / "val_metrics.json").is_file() else None
+        missed = self.position.local_step == 0 and not (folder / "val_metrics.json").is_file()
+        self.unvalidated = folder if missed and is_own(folder) else None  # speculators keeps the metrics of its best alone
 
     def _dependencies(self, rows: PackedRows) -> dict[str, Any]:
         """What the order of samples and the meaning of the weights depend on; a resumed run must have the same."""
