@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from eagle3_fast.extract.store import SampleError, is_whole, read_sample, sample_path, write_sample
+from eagle3_fast.extract.store import SampleError, is_whole, read_last_states, read_sample, sample_path, write_sample
 from eagle3_fast.records import HiddenStates
 
 IDS = torch.arange(10)
@@ -98,14 +100,59 @@ def test_missing_file_and_missing_tensor(tmp_path):
     refused(tmp_path, "holds no token_ids")
 
 
+def fp8_of(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values and scales as speculators' fp8 backend makes them: one scale for all layers of a token, amax / 448."""
+    scales = (hidden.float().abs().amax((1, 2), keepdim=True) / 448).clamp_min(1e-12)
+    return (hidden.float() / scales).to(torch.float8_e4m3fn), scales
+
+
 def test_fp8_files_of_speculators(tmp_path):
-    scales = torch.rand(10, 1, 1) + 0.5
-    hidden = states().to(torch.float8_e4m3fn)
-    put(tmp_path, hidden=hidden, hidden_states_scales=scales)
-    expected = hidden.bfloat16() * scales.bfloat16()
-    assert torch.equal(read_sample(tmp_path, 3, IDS, 3).states, expected)
-    put(tmp_path, hidden=hidden)
-    refused(tmp_path, "hidden_states_scales")
+    hidden = states() * torch.tensor([1e-3, 1, 200.0] + [1] * 7, dtype=torch.bfloat16)[:, None, None]
+    values, scales = fp8_of(hidden)
+    put(tmp_path, hidden=values, hidden_states_scales=scales)
+    sample = read_sample(tmp_path, 3, IDS, 3)
+    assert sample.states.dtype == torch.bfloat16
+    assert torch.equal(sample.states, values.bfloat16() * scales.bfloat16())
+    largest = hidden.float().abs().amax((1, 2), keepdim=True)
+    assert ((sample.states.float() - hidden.float()).abs() <= hidden.float().abs() / 16 + largest / 128).all()
+    assert torch.equal(read_last_states(tmp_path, 3, 4), sample.states[:4, -1])
+
+
+@pytest.mark.parametrize(
+    ("scales", "message"),
+    [
+        (None, "are float8 without hidden_states_scales"),
+        (torch.ones(10), "hidden_states_scales is float32 [10], must be float32 [10, 1, 1]"),
+        (torch.ones(1, 1, 1), "hidden_states_scales is float32 [1, 1, 1], must"),
+        (torch.ones(10, 4, 1), "hidden_states_scales is float32 [10, 4, 1], must"),
+        (torch.ones(10, 1, 1).bfloat16(), "hidden_states_scales is bfloat16 [10, 1, 1], must"),
+        (torch.ones(10, 1, 1).index_fill(0, torch.tensor(4), torch.inf), "hidden_states_scales of token 4 is inf"),
+        (torch.ones(10, 1, 1).index_fill(0, torch.tensor(4), torch.nan), "hidden_states_scales of token 4 is nan"),
+        (torch.ones(10, 1, 1).index_fill(0, torch.tensor(4), 0.0), "hidden_states_scales of token 4 is 0.0"),
+    ],
+)
+def test_fp8_scales_that_cannot_be(tmp_path, scales, message):
+    put(tmp_path, hidden=states().to(torch.float8_e4m3fn), **({} if scales is None else {"hidden_states_scales": scales}))
+    refused(tmp_path, re.escape(message))
+    with pytest.raises(SampleError, match=re.escape(message)):
+        read_last_states(tmp_path, 3, 8)
+
+
+def test_an_fp8_value_that_is_not_a_number(tmp_path):
+    values, scales = fp8_of(states())
+    values.view(torch.uint8)[6, 1, 2] = 0x7F
+    put(tmp_path, hidden=values, hidden_states_scales=scales)
+    refused(tmp_path, "states of token 6 are not finite")
+
+
+def test_the_last_states_of_a_few_tokens(tmp_path):
+    put(tmp_path)
+    assert torch.equal(read_last_states(tmp_path, 3, 4), states()[:4, -1])
+    assert torch.equal(read_last_states(tmp_path, 3, 99), states()[:, -1])
+    put(tmp_path, hidden=states(layers=0), row=4)
+    for row, message in ((4, "must be \\[tokens, layers, hidden size"), (5, "no such file")):
+        with pytest.raises(SampleError, match=message):
+            read_last_states(tmp_path, row, 4)
 
 
 def test_is_whole(tmp_path):
