@@ -104,9 +104,18 @@ class DataSection(Section):
 
 
 class GenerationSection(Section):
+    vllm_endpoint: str = Field(
+        "",
+        description="vLLM server that gives hidden states (`serve-verifier`), such as http://127.0.0.1:8000; empty: the verifier "
+        "runs in this process",
+    )
     on_missing: Literal["generate", "skip", "warn", "raise"] = Field(
         "raise", description="a sample without usable hidden states; generate = compute them on the fly"
     )
+    request_timeout: float = Field(120, gt=0, description="seconds to wait for the server's answer, and again for its file")
+    max_retries: int = Field(3, ge=0, description="tries after the first; the pauses between them are 2, 4, 8, ... seconds")
+    generation_validation_retries: int = Field(2, ge=0, description="further tries where what the server gave is broken")
+    max_consecutive_generation_failures: int = Field(20, ge=1, description="unusable samples in a row that end the run")
 
 
 class LossSection(Section):
@@ -281,6 +290,13 @@ class RegenerateSection(Section):
 
 class ExtractSection(Section):
     hidden_states_path: str | None = Field(None, description="none: <data_path>/hidden_states")
+    backend: Literal["transformers", "vllm"] = Field(
+        "transformers", description="who runs the verifier: this process, or the server at train.generation.vllm_endpoint"
+    )
+    concurrency: int = Field(16, ge=1, description="requests in flight to that server, of `train` too")
+    exchange_path: str | None = Field(
+        None, description="folder through which that server hands over states; none: <hidden_states_path>/exchange"
+    )
     batch_tokens: int = Field(4096, ge=1, description="tokens of one verifier forward, padding included")
     attn_implementation: Literal["sdpa", "eager"] = "sdpa"
     minimum_agreement: float = Field(
@@ -305,6 +321,21 @@ class EngineSection(Section):
     use_off_policy_tokens: bool | None = Field(None, description="teacher-force tokens; none: as compat says")
     mask_rule: Literal["upstream", "label"] = Field(
         "upstream", description="which token's mask weighs a row: its input token (speculators) or the token it predicts"
+    )
+    verifier_norm: bool | None = Field(
+        None, description="pass stored last states through the verifier's final norm; none: as compat and data_format_version say"
+    )
+    data_format_version: int = Field(
+        1, ge=0, le=1, description="of .pt samples: 1, last states before the verifier's final norm; 0, `target` after it"
+    )
+    noise_std: float | None = Field(
+        None,
+        ge=0,
+        description="noise on hidden states while training, half its width or its standard deviation; none: as compat says",
+    )
+    noise_kind: Literal["uniform", "gaussian"] = "uniform"
+    noise_tensors: list[Literal["hidden_states", "verifier_last_hidden_states"]] | None = Field(
+        None, min_length=1, description="aux states, last states or both; none: as compat says"
     )
     accumulation: int = Field(1, ge=1, description="packed batches of one optimizer step on each rank")
     max_grad_norm: float = Field(1.0, gt=0)
@@ -374,6 +405,10 @@ class RunConfig(Section):
     @property
     def hidden_states_path(self) -> Path:
         return Path(self.extract.hidden_states_path or Path(self.train.data.data_path) / "hidden_states")
+
+    @property
+    def exchange_path(self) -> Path:
+        return Path(self.extract.exchange_path or self.hidden_states_path / "exchange")
 
 
 LOSS_TERMS = ("kl_div", "rkl", "jsd", "ce", "tv", "nla", "lk_hybrid")

@@ -13,8 +13,11 @@ Answer = tuple[int, Any] | tuple[int, Any, dict[str, str]] | None
 
 
 @contextmanager
-def serving(answer: Callable[[str, Any, dict[str, str]], Answer]) -> Iterator[str]:
-    """The address of a server whose `answer(path, payload, headers)` is (status, JSON value or text[, headers]); None hangs up."""
+def serving(answer: Callable[[str, Any, dict[str, str]], Answer], port: int = 0) -> Iterator[str]:
+    """The address of a server whose `answer(path, payload, headers)` is (status, JSON value or text[, headers]); None hangs up.
+
+    port: where it listens; 0 for any that is free.
+    """
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -43,7 +46,7 @@ def serving(answer: Callable[[str, Any, dict[str, str]], Answer]) -> Iterator[st
         daemon_threads = True
         request_queue_size = 128
 
-    server = Server(("127.0.0.1", 0), Handler)
+    server = Server(("127.0.0.1", port), Handler)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()
     try:

@@ -1,32 +1,35 @@
-"""The verb `extract`: run the verifier over the prepared rows and store its hidden states, one file per row."""
+"""The verb `extract`: store the verifier's hidden states of the prepared rows, one file per row."""
 
 from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset
-from torch import Tensor
 
 from eagle3_fast.config import RunConfig
 from eagle3_fast.errors import InputError
+from eagle3_fast.extract.backends import Backend, InProcess, Served
+from eagle3_fast.extract.self_check import SelfCheck
 from eagle3_fast.extract.sources import OnlineStates, token_ids
 from eagle3_fast.extract.store import (
     MANIFEST,
+    SampleError,
     check_manifest,
     is_whole,
     read_manifest,
-    read_sample,
     write_manifest,
     write_sample,
 )
 from eagle3_fast.extract.verifier import Verifier, checked_layer_ids
-from eagle3_fast.extract.weights import VerifierWeights, verifier_fingerprint, verifier_shape, verifier_weights
+from eagle3_fast.extract.vllm_states import VllmStates
+from eagle3_fast.extract.weights import verifier_fingerprint, verifier_shape, verifier_weights
 from eagle3_fast.files import read_json
 from eagle3_fast.log import logger, progress
 from eagle3_fast.prepare.dataset import open_prepared, validate_ids
@@ -34,11 +37,6 @@ from eagle3_fast.records import HiddenStates
 
 FULL_DISK = 0.95
 """Share of the disk at which writing stops."""
-CHECKED_ROWS = 8
-CHECKED_TOKENS = 256
-"""The self-check looks at the first tokens of rows spread evenly over the dataset."""
-LOGIT_TOLERANCE = 0.1
-"""Relative (root mean square) distance of logits from the verifier's: bfloat16 is below 0.02, a wrong scale beyond 0.5."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +59,8 @@ def extract(config: RunConfig) -> ExtractSummary:
 
     Raises:
         InputError: no prepared data, ids outside the verifier's vocabulary, a folder extracted with other settings, too little
-            disk, states that are not finite, or states from which the verifier's own head does not give its own tokens.
+            disk, states that are not finite, states from which the verifier's own head does not give its own tokens, or a server
+            that is gone or gave no states for some rows.
     """
     started = time.monotonic()
     section, folder = config.train.verifier, config.hidden_states_path
@@ -85,13 +84,11 @@ def extract(config: RunConfig) -> ExtractSummary:
         )
     agreement = None
     if rows or (stored is not None and "agreement" not in stored):  # all written, but the check failed or was not reached
-        verifier = Verifier(
-            shape.path, layer_ids, dtype, config.extract.attn_implementation, trust_remote_code=section.trust_remote_code
-        )
-        check = SelfCheck(verifier, dataset, section.trust_remote_code, config.extract.minimum_agreement)
+        backend = _backend(config, dataset, layer_ids)
+        check = _self_check(config, backend, dataset, len(layer_ids))
         check.fresh()
         write_manifest(folder, manifest)
-        _store_all(OnlineStates(verifier, dataset), folder, rows, lengths, config.extract.batch_tokens, token_bytes)
+        _store_all(backend, folder, rows, lengths, token_bytes)
         agreement = check.stored(folder)
         write_manifest(folder, {**manifest, "agreement": agreement})
     summary = ExtractSummary(
@@ -134,103 +131,45 @@ def _announce(folder: Path, rows: list[int], tokens: int, token_bytes: int) -> N
         )
 
 
-def batches(rows: Iterable[int], lengths: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:
-    """Rows of like length together, the longest first: at most `batch_tokens` tokens with padding, or one longer row alone."""
-    batch: list[int] = []
-    for row in sorted(rows, key=lambda row: -lengths[row]):
-        if batch and lengths[batch[0]] * (len(batch) + 1) > batch_tokens:
-            yield batch
-            batch = []
-        batch.append(row)
-    if batch:
-        yield batch
+def _backend(config: RunConfig, dataset: Dataset, layer_ids: list[int]) -> Backend:
+    section = config.train.verifier
+    if config.extract.backend == "vllm":
+        return Served(VllmStates(config, dataset, layer_ids))
+    dtype: torch.dtype = getattr(torch, config.train.data.hidden_states_dtype)
+    verifier = Verifier(
+        section.verifier_name_or_path, layer_ids, dtype, config.extract.attn_implementation, section.trust_remote_code
+    )
+    return InProcess(OnlineStates(verifier, dataset), config.extract.batch_tokens)
 
 
-def _store_all(
-    source: OnlineStates, folder: Path, rows: list[int], lengths: Sequence[int], batch_tokens: int, token_bytes: int
-) -> None:
-    written = 0
+def _self_check(config: RunConfig, backend: Backend, dataset: Dataset, n_aux: int) -> SelfCheck:
+    section = config.train.verifier
+    weights = verifier_weights(section.verifier_name_or_path, names=("norm", "head"), trust_remote_code=section.trust_remote_code)
+    weights = replace(weights, head=weights.head.to(backend.dtype))
+    return SelfCheck(partial(backend.testify, weights=weights), dataset, weights, n_aux, config.extract.minimum_agreement)
+
+
+def _store_all(backend: Backend, folder: Path, rows: list[int], lengths: Sequence[int], token_bytes: int) -> None:
+    written: list[int] = []
+    unusable: list[SampleError] = []
+
+    def write(row: int, sample: HiddenStates) -> None:
+        if _room(folder) < lengths[row] * token_bytes:
+            raise InputError(
+                f"{folder}: the disk is {FULL_DISK:.0%} full after {len(written)} of {len(rows)} rows; make room and run "
+                "extract again, it goes on from there"
+            )
+        write_sample(folder, row, sample)
+        written.append(row)
+
     with progress(total=sum(lengths[row] for row in rows), unit=" tokens", unit_scale=True, desc="extract") as bar:
-        for batch in batches(rows, lengths, batch_tokens):
-            tokens = sum(lengths[row] for row in batch)
-            if _room(folder) < tokens * token_bytes:
-                raise InputError(
-                    f"{folder}: the disk is {FULL_DISK:.0%} full after {written} of {len(rows)} rows; make room and run "
-                    "extract again, it goes on from there"
-                )
-            for row, sample in zip(batch, source.load_many(batch), strict=True):
-                write_sample(folder, row, sample)
-            written += len(batch)
-            bar.update(tokens)
-
-
-# --- does the verifier's own head, on these states, say what the verifier says? --------------------------------------------
-
-
-def check_states(samples: Sequence[HiddenStates], weights: VerifierWeights, verifier_argmax: Sequence[Tensor]) -> float:
-    """Share of positions at which head(norm(last state)) has the verifier's own most likely token.
-
-    Args:
-        weights: with norm and the whole head, the head in the dtype in which the verifier ran.
-        verifier_argmax: int64 [t] for each sample, the verifier's argmax at its first t <= T positions; -1 is not counted.
-    """
-    right = total = 0
-    for sample, expected in zip(samples, verifier_argmax, strict=True):
-        counted = expected >= 0
-        last = sample.states[: len(expected), -1][counted]
-        right += int((weights.logits(last).argmax(-1) == expected[counted]).sum())
-        total += int(counted.sum())
-    return right / max(total, 1)
-
-
-def decided_argmax(logits: Tensor, dtype: torch.dtype) -> Tensor:
-    """Argmax of logits [T, V], -1 where the runner-up is within rounding of the states: other batch shapes round otherwise."""
-    top = logits.topk(2)
-    rounding = torch.finfo(dtype).eps * logits.abs().amax(-1)
-    return torch.where(top.values[:, 0] - top.values[:, 1] > rounding, top.indices[:, 0], -1)
-
-
-class SelfCheck:
-    """Compares a few rows' states with what the verifier says about the same tokens, run whole and one row at a time."""
-
-    def __init__(self, verifier: Verifier, dataset: Dataset, trust_remote_code: bool, minimum: float) -> None:
-        self.verifier, self.dataset, self.minimum = verifier, dataset, minimum
-        self.rows = range(0, len(dataset), max(len(dataset) // CHECKED_ROWS, 1))[:CHECKED_ROWS]
-        weights = verifier_weights(verifier.shape.path, names=("norm", "head"), trust_remote_code=trust_remote_code)
-        self.weights = replace(weights, head=weights.head.to(verifier.dtype))
-        self.expected: list[Tensor] = []
-
-    def fresh(self) -> float:
-        """Check states computed as the run will compute them: argmax, and the size of the logits. Raises InputError."""
-        prefixes = [token_ids(self.dataset, row)[:CHECKED_TOKENS] for row in self.rows]
-        samples = [HiddenStates(*pair) for pair in zip(prefixes, self.verifier.hidden_states(prefixes), strict=True)]
-        squared_difference = squared_size = 0.0
-        for sample in samples:  # one row of logits over the vocabulary at a time
-            theirs, ours = self.verifier.logits(sample.token_ids), self.weights.logits(sample.states[:, -1])
-            squared_difference += float((ours - theirs).square().sum())
-            squared_size += float(theirs.square().sum())
-            self.expected.append(decided_argmax(theirs, self.verifier.state_dtype))
-        agreement = self._agreement(samples, "computed")
-        distance = (squared_difference / squared_size) ** 0.5
-        if not distance <= LOGIT_TOLERANCE:
-            raise InputError(
-                f"{self.verifier.shape.path}: logits from its head, norm and config are {distance:.0%} away from its own: its "
-                f"family ({self.verifier.shape.model_type}) scales or caps logits in a way that is not known here"
-            )
-        return agreement
-
-    def stored(self, folder: Path) -> float:
-        """The same check on what was written, after `fresh`. Raises InputError."""
-        n_aux = len(self.verifier.layer_ids)
-        samples = [read_sample(folder, row, token_ids(self.dataset, row), n_aux) for row in self.rows]
-        return self._agreement(samples, "stored")
-
-    def _agreement(self, samples: Sequence[HiddenStates], what: str) -> float:
-        agreement = check_states(samples, self.weights, self.expected)
-        if agreement < self.minimum:
-            raise InputError(
-                f"{what} hidden states give the verifier's own token at {agreement:.1%} of positions, "
-                f"extract.minimum_agreement is {self.minimum:.1%}; the last state is not the one before the final norm, or "
-                "norm and head are not this verifier's"
-            )
-        return agreement
+        for row, error in backend.store(rows, lengths, write):
+            bar.update(lengths[row])
+            if error is not None:
+                logger.warning("left out: %s", error)
+                unusable.append(error)
+    if unusable:
+        raise InputError(
+            f"{folder}: {len(unusable)} of {len(rows)} rows have no hidden states, the first: {unusable[0]}; run extract again for "
+            "them, or train with train.generation.on_missing skip"
+        )

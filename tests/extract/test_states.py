@@ -14,8 +14,10 @@ from datasets import Dataset
 from eagle3_fast.config import RunConfig
 from eagle3_fast.errors import InputError
 from eagle3_fast.extract import states as states_module
+from eagle3_fast.extract.backends import batches
+from eagle3_fast.extract.self_check import check_states, decided_argmax
 from eagle3_fast.extract.sources import OnlineStates, StoredStates, token_ids
-from eagle3_fast.extract.states import batches, check_states, decided_argmax, extract
+from eagle3_fast.extract.states import extract
 from eagle3_fast.extract.store import SampleError, read_manifest, read_sample, sample_path
 from eagle3_fast.extract.verifier import Verifier
 from eagle3_fast.extract.weights import verifier_weights
