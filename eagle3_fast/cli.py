@@ -23,7 +23,9 @@ EXIT_INTERRUPTED = 75  # EX_TEMPFAIL: everything is saved, run the same command 
 def main(arguments: list[str] | None = None) -> int:
     """Run one verb; bad input gives one line on standard error and exit code 2, an interrupted run exit code 75."""
     words = sys.argv[1:] if arguments is None else arguments
-    options, rest = _parser("train" in words).parse_known_args(words)
+    ours = words[: words.index("--")] if "serve-verifier" in words and "--" in words else words
+    options, rest = _parser("train" in words).parse_known_args(ours)
+    options.vllm_arguments = words[len(ours) + 1 :]
     configure()
     try:
         _place(options, rest)
@@ -47,6 +49,7 @@ def _parser(with_flags: bool = False) -> argparse.ArgumentParser:
     _add_run_verb(verbs, "prepare", _prepare, "chats into token rows with loss masks")
     _add_run_verb(verbs, "vocab", _vocab, "choose the draft vocabulary from the counted tokens")
     _add_run_verb(verbs, "extract", _extract, "store the verifier's hidden states of every row")
+    _add_serve_verifier(verbs)
     _add_train(verbs, with_flags)
     plan = _add_run_verb(verbs, "plan", _plan, "what disk and GPU memory a run needs, and what fits; nothing is loaded")
     plan.add_argument("--gpus", type=int, default=1, help="how many (1)")
@@ -97,6 +100,15 @@ def _add_convert(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         "--aux-layer-ids", type=int, nargs="+", metavar="J", help="after how many decoder layers aux states are taken, if unknown"
     )
     parser.set_defaults(run=_convert)
+
+
+def _add_serve_verifier(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    summary = "start the vLLM server that `extract` and `train` ask for hidden states"
+    serve = _add_run_verb(verbs, "serve-verifier", _serve_verifier, summary)
+    serve.usage = (
+        "eagle3-fast serve-verifier --config run.yaml [--dry-run] [section.key=value ...] [-- arguments of vllm serve ...]"
+    )
+    serve.add_argument("--dry-run", action="store_true", help="print its command, and end")
 
 
 def _add_train(verbs: argparse._SubParsersAction[argparse.ArgumentParser], with_flags: bool) -> None:
@@ -153,6 +165,12 @@ def _extract(options: argparse.Namespace) -> None:
     from eagle3_fast.extract.states import extract
 
     extract(_config(options))
+
+
+def _serve_verifier(options: argparse.Namespace) -> None:
+    from eagle3_fast.extract.vllm_server import serve_verifier
+
+    serve_verifier(_config(options), options.vllm_arguments, options.dry_run)
 
 
 def _train(options: argparse.Namespace) -> None:

@@ -18,7 +18,6 @@ from rich.table import Table
 from eagle3_fast.config import RunConfig
 from eagle3_fast.errors import InputError
 from eagle3_fast.extract.shape import VerifierShape, load_config, model_class, verifier_shape
-from eagle3_fast.extract.verifier import checked_layer_ids
 from eagle3_fast.log import logger
 from eagle3_fast.model.config import DraftConfig, load_draft_config, parse_draft_config
 from eagle3_fast.model.draft import Draft
@@ -36,7 +35,7 @@ from eagle3_fast.train.footprint import (
     update_bytes,
     weigh,
 )
-from eagle3_fast.train.start import new_draft_config
+from eagle3_fast.train.start import new_draft_config, with_aux_layers
 
 GIB = 2**30
 UNITS = {"MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -76,7 +75,8 @@ class Estimate:
         self.config, self.draft = config, planned_draft(config, shape)
         with torch.device("meta"):
             self.weights = weigh(Draft(self.draft, train_head=config.engine.compat == "0.3"), config, item)
-        self.verifier = item * _verifier_parameters(shape, section.trust_remote_code) if online else 0
+        here = online and not config.train.generation.vllm_endpoint
+        self.verifier = item * _verifier_parameters(shape, section.trust_remote_code) if here else 0
 
     def footprint(self, setting: Setting, rows: int | None = None) -> Footprint:
         """`rows`: instead of `train.data.total_seq_len`."""
@@ -126,7 +126,7 @@ class Plan:
 def plan(config: RunConfig, gpus: int = 1, gpu_memory: str | None = None, online: bool = False) -> Plan:
     """Estimate a run on `gpus` GPUs of `gpu_memory` each ("96GiB"; none: that of the GPU present).
 
-    online: the verifier computes hidden states while training, so every GPU holds it, whole and unquantised.
+    online: the verifier computes hidden states while training, so every GPU holds it, whole and unquantised, unless a server does.
     Raises InputError for what cannot be read; that nothing fits is said by `recommendation`.
     """
     if gpus < 1:
@@ -152,11 +152,7 @@ def planned_draft(config: RunConfig, shape: VerifierShape) -> DraftConfig:
     """The draft that `train.start` would make, from sizes alone: its vocabulary need not have been chosen yet."""
     section = config.train.draft
     if section.from_pretrained:
-        draft = load_draft_config(section.from_pretrained)
-        if draft.eagle_aux_hidden_state_layer_ids is not None:
-            return draft
-        ids = checked_layer_ids(section.target_layer_ids, shape.num_hidden_layers)
-        return draft.model_copy(update={"eagle_aux_hidden_state_layer_ids": ids})
+        return with_aux_layers(load_draft_config(section.from_pretrained), config, shape)
     mapping = load_mapping(config, shape.vocab_size) if section.d2t_path else None
     draft = new_draft_config(config, shape, mapping)
     if mapping is not None or section.draft_vocab_size is None:
