@@ -133,8 +133,9 @@ class VllmStates:
     def _count(self, error: SampleError) -> None:
         with self._counting:
             self.failures += 1
-        if self.failures >= self.patience:
-            self.lost = f"{self.endpoint.url}: {self.failures} samples in a row could not be used; the last: {error}"
+            if self.failures == self.patience:
+                self.lost = f"{self.endpoint.url}: {self.failures} samples in a row could not be used; the last: {error}"
+        if self.lost is not None:
             raise EndpointError(self.lost) from None
 
     def _asked_until_whole(self, name: str, ids: Tensor, fields: dict[str, Any]) -> tuple[Tensor, Completion]:
