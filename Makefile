@@ -13,7 +13,7 @@ SERVED = VLLM_CPU_KVCACHE_SPACE=2 HF_HUB_OFFLINE=1 $(VLLM_VENV)/bin/python tests
 DEMO_SIZE = $(shell $(BIN)/python -c 'import torch; from eagle3_fast.precision import cpu_multiplies_bfloat16 as fast; \
   print("" if torch.cuda.is_available() or fast() else "prepare.max_samples=560 evaluate.max_prompts=4 evaluate.max_new_tokens=64")')
 
-.PHONY: bench bench-smoke bench-peer-venv kernels-report demo demo-zero3 test test-distributed test-peers test-vllm test-vllm-short test-dist lint install clean
+.PHONY: bench bench-smoke bench-peer-venv kernels-report demo demo-zero3 test test-distributed test-peers test-vllm test-vllm-short test-vllm-live test-dist lint install clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python examples/smollm2.py build/smollm2 build/humaneval.jsonl
@@ -52,6 +52,11 @@ test-vllm-short: $(VENV)/.installed $(VLLM_VENV)/.installed
 	$(BIN)/eagle3-fast run --config configs/short.yaml
 	$(SERVED) --draft build/short/draft --evaluation build/short/evaluation.json
 
+# Hidden states out of a real vLLM server on the CPU: compared with our own, and a training that outlives a restart of the server.
+test-vllm-live: $(VENV)/.installed $(VLLM_VENV)/.installed
+	$(BIN)/python examples/smollm2.py build/smollm2 build/humaneval.jsonl
+	timeout 1800 $(BIN)/python tests/vllm/live.py --vllm $(VLLM_VENV)/bin
+
 # Both ops, a whole training step and the loader against plain PyTorch, torch.compile and (after `make bench-peer-venv`) speculators.
 bench: $(VENV)/.installed
 	$(BIN)/python -m pytest bench $(BENCH)
@@ -73,7 +78,7 @@ test-dist: $(VENV)/.installed
 	$(PYTHON) -m venv --clear build/dist/venv
 	build/dist/venv/bin/pip install -q -c requirements.lock pydantic pyyaml
 	build/dist/venv/bin/pip install -q --no-deps build/dist/*.whl
-	cd build/dist && for verb in regenerate prepare vocab extract plan train export convert evaluate report run check show-mask doctor; do \
+	cd build/dist && for verb in regenerate prepare vocab extract serve-verifier plan train export convert evaluate report run check show-mask doctor; do \
 	  venv/bin/eagle3-fast $$verb --help > /dev/null || exit 1; done
 	cd build/dist && venv/bin/python -c 'import eagle3_fast, pathlib; p = pathlib.Path(eagle3_fast.__file__).parent; assert "dist" in str(p)'
 
