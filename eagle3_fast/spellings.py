@@ -68,7 +68,6 @@ def _of_algorithm(group: str, **defaults: Any) -> tuple[Key, ...]:
     return tuple(Key(group, name, default, place=None, why=f"belongs to {group}") for name, default in defaults.items())
 
 
-SERVER = "no server is asked: `on_missing: generate` and `--online` run the verifier in the training process"
 STORED = "only for another hidden_states_backend"
 
 KEYS: tuple[Key, ...] = (
@@ -138,7 +137,12 @@ KEYS: tuple[Key, ...] = (
     Key("data", "num_workers", 12, why="0 by default: packed batches are read in the training process"),
     Key("data", "prefetch_factor", 4),
     Key("data", "max_anchors", 512, place=None, why="EAGLE-3 has no anchors"),
-    Key("generation", "vllm_endpoint", "http://localhost:8000/v1", place=None, why=SERVER),
+    Key(
+        "generation",
+        "vllm_endpoint",
+        "http://localhost:8000/v1",
+        why="none by default: `on_missing: generate` and `--online` then run the verifier in the training process",
+    ),
     Key(
         "generation",
         "on_missing",
@@ -153,10 +157,15 @@ KEYS: tuple[Key, ...] = (
         takes=("delete", "cache"),
         why="what training computes is not kept; `extract` stores it",
     ),
-    Key("generation", "request_timeout", 120.0, place=None, why=SERVER),
-    Key("generation", "max_retries", 3, place=None, why=SERVER),
-    Key("generation", "generation_validation_retries", 2, place=None, why=SERVER),
-    Key("generation", "max_consecutive_generation_failures", 20, place=None, why=SERVER),
+    Key("generation", "request_timeout", 120.0),
+    Key("generation", "max_retries", 3),
+    Key("generation", "generation_validation_retries", 2),
+    Key(
+        "generation",
+        "max_consecutive_generation_failures",
+        20,
+        why="counts broken samples; a server that stays away for `max_retries` ends the run at once, a checkpoint written",
+    ),
     Key("loss", "loss_implementation", "fused", place=None, takes=("fused", "eager"), why="the op chooses (ops.impl)"),
     Key("loss", "loss_fn", means="kl_div"),
     Key("loss", "ttt_steps", 3),
@@ -229,9 +238,23 @@ KEYS: tuple[Key, ...] = (
     ),
     *_of_algorithm("peagle", num_depths=8, down_sample_ratio=0.7, down_sample_ratio_min=0.2),
     *_of_algorithm("mtp", num_speculative_steps=3, step_weight_beta=0.6),
-    Key("data", "noise_std", 0.05, place=None, retired=True, why="no noise is added to hidden states, as in speculators 0.9"),
-    Key("data", "legacy_data", False, place=None, takes=(False,), retired=True, why="data_path is a folder of prepared rows"),
-    Key("data", "data_format_version", 1, place=None, takes=(0, 1), retired=True, why="files say themselves what they hold"),
+    Key(
+        "data",
+        "noise_std",
+        0.05,
+        place="engine.noise_std",
+        retired=True,
+        why="none by default, as in speculators 0.9; with engine.compat 0.3 its 0.05",
+    ),
+    Key("data", "legacy_data", False, place=None, takes=(False, True), retired=True, why="data_path says itself what it holds"),
+    Key(
+        "data",
+        "data_format_version",
+        1,
+        place="engine.data_format_version",
+        retired=True,
+        why="of .pt samples; 0 says that their last states are normed already",
+    ),
     Key(
         "loss",
         "use_off_policy_tokens",

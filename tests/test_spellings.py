@@ -136,7 +136,6 @@ def test_a_config_of_0_7_is_read_and_told(tmp_path: Path, monkeypatch: pytest.Mo
         ("train.speculator_type=eagel3", "'eagel3' is not known"),
         ("train.data.hidden_states_backend=mooncake", "hidden_states_backend mooncake is not supported"),
         ("train.draft.draft_mrope_full_head_hack=false", "draft_mrope_full_head_hack False is not supported"),
-        ("train.data.legacy_data=true", "legacy_data True is not supported"),
         (
             "train.draft.draft_attn_impl=flash",
             "draft_attn_impl flash is not supported.*It takes simple_flex_attention, sdpa, eager",
@@ -191,7 +190,7 @@ def test_keys_that_wandered_are_found_by_name() -> None:
         key_at("train.backend.hidden_states_path")
     }
     assert key_at("extract.hidden_states_path") is None and key_at("train.lr") is None
-    assert canonical([("train.trainer.noise_std", 0.1), ("nonsense", 1)], "x")[0] == {"nonsense": 1}
+    assert canonical([("train.trainer.noise_std", 0.1), ("nonsense", 1)], "x")[0] == {"engine.noise_std": 0.1, "nonsense": 1}
 
 
 def test_the_board_is_named_as_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import os
 import random
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from eagle3_fast.config import RunConfig
 from eagle3_fast.errors import InputError
-from eagle3_fast.extract.pt_samples import PtSample, open_pt_sample
+from eagle3_fast.extract.pt_samples import PtSample, holds_pt_samples, open_pt_sample, sample_files
 from eagle3_fast.extract.store import SampleError, check_layers
 from eagle3_fast.files import read_json, write_json
 from eagle3_fast.log import logger, progress, say_once
+from eagle3_fast.prepare.dataset import open_prepared
 from eagle3_fast.records import HiddenStates
 
-NAME = re.compile(r"data_(\d+)\.pt")
 NOTES = "pt_lengths.json"
 """Our own notes of a folder: size, time of change and length of every file."""
 RELEASED_NOTES = "sample_lengths.json"
@@ -30,28 +30,10 @@ PROBES = 8
 """Files with which notes of others are compared."""
 
 
-def holds_pt_samples(folder: str | Path) -> bool:
-    """Whether a data folder is one of `.pt` samples. Prepared rows in it come first."""
-    return not (Path(folder) / "state.json").is_file() and next(_found(Path(folder)), None) is not None
-
-
-def sample_files(folder: str | Path) -> list[Path]:
-    """Files named `data_{idx}.pt`, in subfolders too, sorted by their path from `folder` with numbers as numbers: 2 before 10.
-
-    Other files that end in `pt`, such as token_freq.pt, are none.
-    """
-    folder = Path(folder)
-    return sorted(_found(folder), key=lambda path: _natural(path.relative_to(folder).as_posix()))
-
-
-def _found(folder: Path) -> Iterator[Path]:
-    for where, _, names in os.walk(folder):
-        yield from (Path(where, name) for name in names if NAME.fullmatch(name))
-
-
-def _natural(name: str) -> list[Any]:
-    """Text and numbers alternate, so that equal places always compare like with like."""
-    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name)]
+def open_rows(config: RunConfig) -> Any:
+    """The rows of a run's data folder, in the order in which they are split: prepared ones, or else `.pt` samples (`PtRows`)."""
+    folder = config.train.data.data_path
+    return PtRows(folder, shuffled=config.engine.compat == "0.3") if holds_pt_samples(folder) else open_prepared(folder)
 
 
 class PtRows:
@@ -112,8 +94,12 @@ class PtStates:
         return HiddenStates(token_ids=sample.input_ids, states=sample.states())
 
     def last_states(self, row: int, tokens: int) -> Tensor:
-        """[t, G]: the last states of the first `tokens` tokens at most."""
+        """[t, G]: the last states of the first `tokens` tokens at most. Raises SampleError."""
         return self._open(row).layers[-1][:tokens].clone()
+
+    def name(self, row: int) -> str:
+        """The file of a row."""
+        return str(self.rows.files[row])
 
     def _open(self, row: int) -> PtSample:
         sample = self.rows.open(row)
@@ -151,6 +137,12 @@ def sample_lengths(folder: Path, files: Sequence[Path]) -> list[int]:
     if unread or noted.keys() - lengths.keys():
         _note(folder, {name: [*stamp, lengths[name]] for name, stamp in zip(names, stamps, strict=True) if name in lengths})
     return [lengths.get(name, 0) for name in names]
+
+
+def note_lengths(folder: str | Path) -> None:
+    """Note the lengths of a folder of `.pt` samples, so that of several processes the others open no file for them."""
+    if holds_pt_samples(folder):
+        sample_lengths(Path(folder), sample_files(folder))
 
 
 def _released_lengths(folder: Path, files: Sequence[Path]) -> list[int] | None:

@@ -7,8 +7,10 @@ header is read until a tensor is used, and a file that would run code is refused
 
 from __future__ import annotations
 
+import os
 import pickle
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from torch import Tensor
 from eagle3_fast.errors import InputError
 from eagle3_fast.extract.store import SampleError, check_finite
 
+NAME = re.compile(r"data_(\d+)\.pt")
 DAMAGE = (
     RuntimeError,
     ValueError,
@@ -32,6 +35,30 @@ DAMAGE = (
 )
 """What torch.load raises for files that are cut or changed."""
 REMEDY = "delete it or generate it again"
+
+
+def holds_pt_samples(folder: str | Path) -> bool:
+    """Whether a data folder is one of `.pt` samples. Prepared rows in it come first."""
+    return not (Path(folder) / "state.json").is_file() and next(_found(Path(folder)), None) is not None
+
+
+def sample_files(folder: str | Path) -> list[Path]:
+    """Files named `data_{idx}.pt`, in subfolders too, sorted by their path from `folder` with numbers as numbers: 2 before 10.
+
+    Other files that end in `pt`, such as token_freq.pt, are none.
+    """
+    folder = Path(folder)
+    return sorted(_found(folder), key=lambda path: _natural(path.relative_to(folder).as_posix()))
+
+
+def _found(folder: Path) -> Iterator[Path]:
+    for where, _, names in os.walk(folder):
+        yield from (Path(where, name) for name in names if NAME.fullmatch(name))
+
+
+def _natural(name: str) -> list[Any]:
+    """Text and numbers alternate, so that equal places always compare like with like."""
+    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name)]
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import torch
 from datasets import Dataset
 from torch import Tensor
 
-from eagle3_fast.extract.store import SampleError, check_manifest, read_sample
+from eagle3_fast.extract.store import SampleError, check_manifest, read_last_states, read_sample, sample_path
 from eagle3_fast.extract.verifier import Verifier
 from eagle3_fast.records import HiddenStates
 
@@ -33,6 +33,14 @@ class StoredStates:
 
     def load(self, row: int) -> HiddenStates:
         return read_sample(self.folder, row, token_ids(self.dataset, row), self.n_aux)
+
+    def last_states(self, row: int, tokens: int) -> Tensor:
+        """[t, G]: the last states of the first `tokens` tokens at most. Raises SampleError."""
+        return read_last_states(self.folder, row, tokens)
+
+    def name(self, row: int) -> str:
+        """The file of a row."""
+        return str(sample_path(self.folder, row))
 
 
 class OnlineStates:

@@ -11,6 +11,7 @@ import datasets
 import numpy as np
 
 from eagle3_fast.errors import InputError
+from eagle3_fast.extract.pt_samples import holds_pt_samples
 
 FEATURES = datasets.Features(
     {
@@ -30,6 +31,10 @@ def open_prepared(data_path: str | os.PathLike[str]) -> datasets.Dataset:
     """
     path = Path(data_path)
     if not (path / "state.json").is_file() or not (path / "dataset_info.json").is_file():
+        if holds_pt_samples(path):
+            raise InputError(
+                f"{path}: holds .pt samples of speculators; `train` and `show-mask` read them as they are, nothing else does"
+            )
         raise InputError(f"{path}: holds no finished rows; run `prepare` with train.data.data_path set to it")
     try:
         rows = datasets.load_from_disk(str(path))

@@ -14,13 +14,13 @@ from transformers import PreTrainedTokenizerBase
 
 from eagle3_fast.config import RunConfig
 from eagle3_fast.errors import InputError
-from eagle3_fast.prepare.dataset import open_prepared
+from eagle3_fast.extract.pt_folder import open_rows
 from eagle3_fast.prepare.tokenizer import load_tokenizer
 
 
 def show_row(config: RunConfig, row: int) -> str:
-    """`show_mask` of one row of the prepared folder, counted from 0. Raises InputError when there is no such row."""
-    rows = open_prepared(config.train.data.data_path)
+    """`show_mask` of one row of the data folder, counted from 0. Raises InputError when there is no such row."""
+    rows = open_rows(config)
     if not 0 <= row < len(rows):
         raise InputError(f"{config.train.data.data_path}: there is no row {row}; it holds rows 0 to {len(rows) - 1}")
     return show_mask(rows[row], load_tokenizer(config.train.verifier))

@@ -1,26 +1,31 @@
-"""Packed batches in sampler order, from stored hidden states or from the verifier itself."""
+"""Packed batches in sampler order, from stored hidden states, from the verifier itself, or from a server."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from eagle3_fast.config import RunConfig
 from eagle3_fast.errors import InputError
+from eagle3_fast.extract.pt_folder import PtRows, PtStates, open_rows
 from eagle3_fast.extract.sources import HiddenStateSource, OnlineStates, StoredStates
 from eagle3_fast.extract.store import SampleError, check_manifest
 from eagle3_fast.extract.verifier import Verifier
+from eagle3_fast.extract.vllm_states import VllmStates
 from eagle3_fast.extract.weights import verifier_fingerprint
 from eagle3_fast.log import logger
 from eagle3_fast.model.config import DraftConfig
 from eagle3_fast.precision import training_dtype
-from eagle3_fast.prepare.dataset import open_prepared
 from eagle3_fast.records import HiddenStates, PackedBatch
+from eagle3_fast.train.noise import Noise, noise_of
 from eagle3_fast.train.packing import PackingSampler, pack
 from eagle3_fast.train.ranks import Ranks
 
@@ -40,17 +45,35 @@ class PackedRows:
 
     def __init__(self, config: RunConfig, draft_config: DraftConfig, online: bool) -> None:
         self.config, self.draft_config = config, draft_config
-        self.rows = open_prepared(config.train.data.data_path)
+        self.rows = open_rows(config)
         self.on_missing = config.train.generation.on_missing
         self.dtype = training_dtype(config.train.data.hidden_states_dtype)
         self.verifier: Verifier | None = None
         layer_ids = draft_config.eagle_aux_hidden_state_layer_ids or []
-        stored = None if online else StoredStates(config.hidden_states_path, self.rows, layer_ids)
-        if stored is not None:
-            check_manifest(config.hidden_states_path, {"verifier_fingerprint": verifier_fingerprint(self._verifier_path())})
-        self.sources: list[HiddenStateSource] = [stored] if stored else []
-        if online or self.on_missing == "generate":
-            self.sources.append(OnlineStates(self._load_verifier(layer_ids), self.rows))
+        self.stored = None if online else self._stored_states(layer_ids)
+        self.sources: list[HiddenStateSource] = [self.stored] if self.stored else []
+        self.computes = online or self.on_missing == "generate"
+        if self.computes:
+            served = bool(config.train.generation.vllm_endpoint)
+            self.sources.append(
+                VllmStates(config, self.rows, layer_ids) if served else OnlineStates(self._load_verifier(layer_ids), self.rows)
+            )
+
+    @property
+    def served(self) -> bool:
+        """Whether hidden states come from a server, where no others are."""
+        return isinstance(self.sources[-1], VllmStates)
+
+    def _stored_states(self, layer_ids: list[int]) -> StoredStates | PtStates:
+        if isinstance(self.rows, PtRows):
+            unread = [row for row, length in enumerate(self.rows.lengths) if not length]
+            if unread and self.on_missing == "raise":
+                self.rows.open(unread[0])  # raises: now rather than in the middle of an epoch
+            return PtStates(self.rows, self.config.engine.data_format_version, layer_ids)
+        folder = self.config.hidden_states_path
+        stored = StoredStates(folder, self.rows, layer_ids)
+        check_manifest(folder, {"verifier_fingerprint": verifier_fingerprint(self._verifier_path())})
+        return stored
 
     def _verifier_path(self) -> str:
         return self.config.train.verifier.verifier_name_or_path
@@ -67,7 +90,7 @@ class PackedRows:
 
     def splits(self) -> tuple[Split, Split]:
         """Training and validation rows; the validation part is empty at a ratio of 1."""
-        lengths = list(self.rows["seq_len"])
+        lengths = self.rows.lengths if isinstance(self.rows, PtRows) else list(self.rows["seq_len"])
         cut = int(len(lengths) * self.config.train.data.train_data_ratio)
         if cut == 0:
             raise InputError(
@@ -75,27 +98,44 @@ class PackedRows:
             )
         return Split(0, lengths[:cut]), Split(cut, lengths[cut:])
 
-    def batch(self, rows: list[int]) -> PackedBatch:
-        """The given rows packed; a row that cannot be used is handled as `generation.on_missing` says."""
+    def batch(
+        self,
+        rows: list[int],
+        asked: dict[int, Future[HiddenStates]] | None = None,
+        noise: Callable[[Tensor, int], Tensor] | None = None,
+    ) -> PackedBatch:
+        """The given rows packed; a row that cannot be used is handled as `generation.on_missing` says.
+
+        asked: where states are on the way. noise: what a row's states become in training.
+        """
         samples, skipped = [], []
         for row in rows:
             try:
-                states = self._load(row)
-                if states.states.shape[-1] != self.draft_config.verifier_hidden_size:
-                    expected = self.draft_config.verifier_hidden_size
-                    raise SampleError(
-                        f"row {row}", f"its hidden states are {states.states.shape[-1]} wide, the verifier's are {expected}"
-                    )
+                sample = self.load(row) if asked is None else asked[row].result()
+                self._check_fit(row, sample)
+                mask = torch.tensor(self.rows[row]["loss_mask"])
             except SampleError as error:
                 if self.on_missing == "raise":
                     raise
                 skipped.append(str(error))
                 continue
-            samples.append((states, torch.tensor(self.rows[row]["loss_mask"])))
+            if noise is not None:
+                sample = replace(sample, states=noise(sample.states, row).to(self.dtype))
+            samples.append((sample, mask))
         size = self.config.train.data.total_seq_len
         return pack(samples, size, self.draft_config.num_aux, self.draft_config.verifier_hidden_size, self.dtype, tuple(skipped))
 
-    def _load(self, row: int) -> HiddenStates:
+    def _check_fit(self, row: int, sample: HiddenStates) -> None:
+        """Raise SampleError for states or tokens that are not the verifier's."""
+        width, expected = sample.states.shape[-1], self.draft_config.verifier_hidden_size
+        if width != expected:
+            raise SampleError(f"row {row}", f"its hidden states are {width} wide, the verifier's are {expected}")
+        ids, vocab = sample.token_ids, self.draft_config.verifier_vocab_size
+        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < vocab:
+            raise SampleError(f"row {row}", f"holds token ids {int(ids.min())}..{int(ids.max())}, the verifier has 0..{vocab - 1}")
+
+    def load(self, row: int) -> HiddenStates:
+        """A row's states from the first source that has them. Raises SampleError."""
         *others, last = self.sources
         for source in others:
             try:
@@ -114,11 +154,17 @@ class BatchLoader:
     """
 
     def __init__(
-        self, rows: PackedRows, split: Split, config: RunConfig, ranks: Ranks, groups: Callable[[int], list[list[list[int]]]]
+        self,
+        rows: PackedRows,
+        split: Split,
+        config: RunConfig,
+        ranks: Ranks,
+        groups: Callable[[int], list[list[list[int]]]],
+        noise: Noise | None = None,
     ) -> None:
-        self.rows, self.split, self.ranks = rows, split, ranks
+        self.rows, self.split, self.config, self.ranks, self.noise = rows, split, config, ranks, noise
         self.groups = lru_cache(maxsize=1)(groups)
-        workers = config.train.data.num_workers if len(rows.sources) == 1 and isinstance(rows.sources[0], StoredStates) else 0
+        workers = 0 if rows.computes else config.train.data.num_workers
         self.options: dict[str, Any] = {"num_workers": workers}
         if workers:
             self.options["prefetch_factor"] = config.train.data.prefetch_factor
@@ -133,9 +179,24 @@ class BatchLoader:
         plan = [[self.split.first + row for row in batch] for step in mine for batch in step]
         # Workers draw nothing at random: a generator of their own keeps the run's random state what it would be without them.
         order = torch.Generator().manual_seed(0)
-        batches = iter(DataLoader(_Plan(self.rows, plan), batch_size=None, collate_fn=_as_is, generator=order, **self.options))
+        options: dict[str, Any] = {"batch_size": None, "collate_fn": _as_is, "generator": order, **self.options}
+        noise = None if self.noise is None else partial(self.noise.added, epoch)
+        read = partial(self.rows.batch, noise=noise) if noise else self.rows.batch
+        batches = self._asked_ahead(plan, read) if self.rows.served else iter(DataLoader(_Plan(read, plan), **options))
         for step in mine:
             yield [next(batches) for _ in step]
+
+    def _asked_ahead(self, plan: list[list[int]], read: Callable[..., PackedBatch]) -> Iterator[PackedBatch]:
+        """The batches of `plan`. Rows of the next `prefetch_factor` of them are asked for, `extract.concurrency` at a time, meanwhile."""
+        pool = ThreadPoolExecutor(self.config.extract.concurrency)
+        asked: deque[dict[int, Future[HiddenStates]]] = deque()
+        try:
+            for number, rows in enumerate(plan):
+                for coming in plan[number + len(asked) : number + 1 + self.config.train.data.prefetch_factor]:
+                    asked.append({row: pool.submit(self.rows.load, row) for row in coming})
+                yield read(rows, asked.popleft())
+        finally:
+            pool.shutdown(cancel_futures=True)
 
     def _share(self, group: list[list[int]]) -> list[list[int]]:
         """The batches of this rank; empty ones where the group ends early."""
@@ -146,7 +207,7 @@ class BatchLoader:
 def training_loader(rows: PackedRows, split: Split, config: RunConfig, ranks: Ranks, slots: int) -> BatchLoader:
     """Steps of `slots` batches, shuffled anew in every epoch."""
     sampler = PackingSampler(split.lengths, config.train.data.total_seq_len, slots, seed=config.train.seed)
-    return BatchLoader(rows, split, config, ranks, partial(sampler.groups, keep_tail=True))
+    return BatchLoader(rows, split, config, ranks, partial(sampler.groups, keep_tail=True), noise_of(config))
 
 
 def validation_loader(rows: PackedRows, split: Split, config: RunConfig, ranks: Ranks) -> BatchLoader:
@@ -159,14 +220,14 @@ def validation_loader(rows: PackedRows, split: Split, config: RunConfig, ranks: 
 class _Plan(Dataset):
     """A fixed list of batches for DataLoader."""
 
-    def __init__(self, rows: PackedRows, plan: list[list[int]]) -> None:
-        self.rows, self.plan = rows, plan
+    def __init__(self, read: Callable[[list[int]], PackedBatch], plan: list[list[int]]) -> None:
+        self.read, self.plan = read, plan
 
     def __len__(self) -> int:
         return len(self.plan)
 
     def __getitem__(self, index: int) -> PackedBatch:
-        return self.rows.batch(self.plan[index])
+        return self.read(self.plan[index])
 
 
 def _as_is(batch: Any) -> Any:

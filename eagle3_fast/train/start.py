@@ -9,6 +9,8 @@ import torch
 
 from eagle3_fast.config import DraftSection, RunConfig
 from eagle3_fast.errors import InputError
+from eagle3_fast.extract.pt_folder import sample_layer_ids
+from eagle3_fast.extract.pt_samples import holds_pt_samples
 from eagle3_fast.extract.verifier import checked_layer_ids
 from eagle3_fast.extract.weights import VerifierShape, VerifierWeights, verifier_shape, verifier_weights
 from eagle3_fast.log import logger
@@ -51,12 +53,13 @@ def objective(config: RunConfig) -> Objective:
     """What is trained, from the run file; `engine.compat` decides what it leaves open."""
     current, section = config.engine.compat == "0.9", config.engine
     forced = current if section.use_off_policy_tokens is None else section.use_off_policy_tokens
+    normed_by_us = current and section.data_format_version == 1
     return Objective(
         ttt_steps=config.train.loss.ttt_steps,
         terms=config.train.loss.terms,
         step_loss_decay=config.train.loss.ttt_step_loss_decay,
         teacher_forced=forced,
-        verifier_norm=current,
+        verifier_norm=normed_by_us if section.verifier_norm is None else section.verifier_norm,
         label_mask=section.mask_rule == "label",
     )
 
@@ -65,7 +68,7 @@ def planned_config(config: RunConfig, shape: VerifierShape, mapping: VocabMappin
     """The config that a run's draft will have."""
     section = config.train.draft
     if section.from_pretrained:
-        return _with_aux_layers(load_draft_config(section.from_pretrained), section, shape)
+        return with_aux_layers(load_draft_config(section.from_pretrained), config, shape)
     return new_draft_config(config, shape, mapping)
 
 
@@ -79,7 +82,7 @@ def new_draft_config(config: RunConfig, shape: VerifierShape, mapping: VocabMapp
         "norm_before_fc": section.norm_before_fc,
         "fc_norm": section.fc_norm,
         "norm_output": section.norm_output,
-        "eagle_aux_hidden_state_layer_ids": checked_layer_ids(section.target_layer_ids, shape.num_hidden_layers),
+        "eagle_aux_hidden_state_layer_ids": _aux_layers(config, shape),
         "speculators_config": {
             "algorithm": "eagle3",
             "default_proposal_method": "greedy",
@@ -139,13 +142,21 @@ def _heads(shape: VerifierShape) -> dict[str, int]:
     }
 
 
-def _with_aux_layers(config: DraftConfig, section: DraftSection, shape: VerifierShape) -> DraftConfig:
-    """Configs of speculators 0.3 do not say which layers they read: then the run file does, or the default."""
-    if config.eagle_aux_hidden_state_layer_ids is not None:
-        return config
-    ids = checked_layer_ids(section.target_layer_ids, shape.num_hidden_layers)
+def with_aux_layers(draft: DraftConfig, config: RunConfig, shape: VerifierShape) -> DraftConfig:
+    """Configs of speculators 0.3 do not say which layers they read: then the data or the run file does, or the default."""
+    if draft.eagle_aux_hidden_state_layer_ids is not None:
+        return draft
+    ids = _aux_layers(config, shape)
     logger.info("draft: its config names no aux layers, taking %s (train.draft.target_layer_ids)", ids)
-    return config.model_copy(update={"eagle_aux_hidden_state_layer_ids": ids})
+    return draft.model_copy(update={"eagle_aux_hidden_state_layer_ids": ids})
+
+
+def _aux_layers(config: RunConfig, shape: VerifierShape) -> list[int]:
+    """The aux layers of a new draft. `.pt` samples bring theirs, prepared rows get those that the run file asks for."""
+    folder, asked = config.train.data.data_path, config.train.draft.target_layer_ids
+    if holds_pt_samples(folder):
+        return sample_layer_ids(folder, asked, shape.num_hidden_layers)
+    return checked_layer_ids(asked, shape.num_hidden_layers)
 
 
 def _agreed_mapping(config: DraftConfig, mapping: VocabMapping | None, tensors: dict[str, torch.Tensor]) -> VocabMapping | None:
@@ -181,9 +192,10 @@ def place_verifier_parts(draft: Draft, weights: VerifierWeights, mapping: VocabM
     The verifier's norm is folded to one plain gain: (1 + w) where its family adds 1, times its logit scale, which is linear.
     """
     dtype, shape = training_dtype(config.train.data.hidden_states_dtype), weights.shape
-    if config.engine.compat == "0.3" and shape.logit_scale != 1:
+    if not objective(config).verifier_norm and shape.logit_scale != 1:
         raise InputError(
-            f"engine.compat 0.3 knows no verifier norm to carry the logit scale {shape.logit_scale} of {shape.path}; use 0.9"
+            f"without the verifier's norm nothing carries the logit scale {shape.logit_scale} of {shape.path}; set engine.compat to "
+            "0.9 or engine.verifier_norm to true, with states from before that norm"
         )
     head = weights.head.to(dtype)
     draft.embed_tokens.weight.data = weights.embed.to(dtype)

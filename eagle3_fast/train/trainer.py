@@ -20,7 +20,9 @@ import torch
 from torch import Tensor
 
 from eagle3_fast.config import RunConfig
+from eagle3_fast.endpoint import EndpointError
 from eagle3_fast.errors import InputError, Interrupted
+from eagle3_fast.extract.pt_folder import note_lengths
 from eagle3_fast.extract.weights import verifier_fingerprint
 from eagle3_fast.log import logger, progress
 from eagle3_fast.model.ttt import RowPlan, plan_rows
@@ -43,6 +45,8 @@ from eagle3_fast.train.dry_run import dry_run
 from eagle3_fast.train.engine import start_engine
 from eagle3_fast.train.loader import PackedRows, training_loader, validation_loader
 from eagle3_fast.train.metrics import MetricsWriter, Totals
+from eagle3_fast.train.noise import noise_of
+from eagle3_fast.train.norm_rule import check_norm_rule
 from eagle3_fast.train.plan import warn_if_too_big
 from eagle3_fast.train.ranks import Ranks, join, leave
 from eagle3_fast.train.start import objective, start_draft
@@ -83,7 +87,11 @@ class Trainer:
         if self.ranks.first:
             warn_if_too_big(config, online, self.ranks.size, config.deepspeed.stage if self.ranks.launched else 0)
         draft = start_draft(config)
+        if self.ranks.size > 1:
+            self.ranks.on_first(lambda: note_lengths(config.train.data.data_path))
         rows = PackedRows(config, draft.config, online)
+        self.ranks.on_first(lambda: check_norm_rule(config, rows, self.objective.verifier_norm))
+        self.served = rows.served
         training, validation = rows.splits()
         self.checkpoint = self._checkpoint_to_resume()
         self.slots = self._batches_of_a_step()
@@ -96,6 +104,7 @@ class Trainer:
         self.seconds: dict[str, float] = defaultdict(float)
         self.skipped = 0
         self.unvalidated: Path | None = None
+        self.saved: tuple[int, Path] | None = None  # at which step, where
         self.interrupted = False
         self.last: dict[str, Any] = {}
 
@@ -168,13 +177,40 @@ class Trainer:
 
     def _windows(self) -> Iterator[list[PackedBatch]]:
         """This rank's batches of each step."""
-        steps = self.loader.steps(self.position.epoch, self.position.local_step)
+        steps = self._while_served(self.loader.steps(self.position.epoch, self.position.local_step))
         while True:
             with self._timed("data"):
                 window = next(steps, None)
             if window is None:
                 return
             yield window
+
+    def _while_served(self, steps: Iterator[list[PackedBatch]]) -> Iterator[list[PackedBatch]]:
+        """`steps`; where some rank's server of hidden states is gone for good, all ranks save and raise InputError."""
+        if not self.served:
+            yield from steps
+            return
+        while True:
+            window, failure = None, None
+            try:
+                window = next(steps, None)
+            except EndpointError as error:
+                failure = error
+            if self.ranks.any(failure is not None):
+                what = failure or "another rank has lost its server"
+                raise InputError(f"step {self.position.global_step}: {what}; {self._kept()}, run the same command to go on")
+            if window is None:
+                return
+            yield window
+
+    def _kept(self) -> str:
+        """Save what is not saved yet, and say where it is."""
+        if self.position.global_step == 0:
+            return "nothing was trained yet"
+        if self.saved is None or self.saved[0] != self.position.global_step:
+            self._save(finished_epoch=self.position.local_step == 0)
+        assert self.saved is not None
+        return f"saved to {self.saved[1]}"
 
     def _step(self, window: list[PackedBatch]) -> bool:
         """One optimizer step; returns whether some rank was asked to stop.
@@ -256,7 +292,7 @@ class Trainer:
             return
         totals = Totals()
         with self._timed("validation"):
-            for step in self.validation.steps(0):
+            for step in self._while_served(self.validation.steps(0)):
                 for batch in step:
                     # Undivided sums of every batch: the summary divides once, by all supervised rows.
                     undivided = torch.ones(self.objective.ttt_steps)
@@ -285,6 +321,7 @@ class Trainer:
             folder = save_checkpoint(self.save_path, self.engine, self.ranks, self.position, self.depends_on, finished_epoch)
             if self.ranks.first:
                 drop_old(self.save_path, self.config.engine.keep_last)
+        self.saved = self.position.global_step, folder
         return folder
 
     def _checkpoint_to_resume(self) -> Path | None:
@@ -317,13 +354,14 @@ class Trainer:
         if folder is None:
             return
         self.position = load_checkpoint(folder, self.engine, self.depends_on)
+        self.saved = self.position.global_step, folder
         logger.info("resumed from %s at step %d", folder, self.position.global_step)
         missed = self.position.local_step == 0 and not (folder / "val_metrics.json").is_file()
         self.unvalidated = folder if missed and is_own(folder) else None  # speculators keeps the metrics of its best alone
 
     def _dependencies(self, rows: PackedRows) -> dict[str, Any]:
         """What the order of samples and the meaning of the weights depend on; a resumed run must have the same."""
-        draft = self.engine.draft
+        draft, noise = self.engine.draft, noise_of(self.config)
         return {
             "rows": len(rows.rows),
             "training rows": len(self.loader.split.lengths),
@@ -333,6 +371,7 @@ class Trainer:
             "draft vocabulary": VocabMapping(draft.d2t.cpu(), draft.t2d.cpu()).digest() if draft.config.reduced_vocab else "full",
             "draft": draft.config.model_dump(mode="json", exclude={"speculators_config"}),
             "objective": asdict(self.objective),
+            "noise": noise and asdict(noise),
             "compat": self.config.engine.compat,
             "divisor": self.config.engine.divisor,
             "optimizer": self.config.train.optimizer.optimizer,

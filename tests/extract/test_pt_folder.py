@@ -13,7 +13,8 @@ from extract.pt_files import sample, write
 
 from eagle3_fast.errors import InputError
 from eagle3_fast.extract import pt_folder
-from eagle3_fast.extract.pt_folder import PtRows, PtStates, holds_pt_samples, sample_files, sample_layer_ids
+from eagle3_fast.extract.pt_folder import PtRows, PtStates, sample_layer_ids
+from eagle3_fast.extract.pt_samples import holds_pt_samples, sample_files
 from eagle3_fast.extract.store import SampleError
 
 

@@ -27,7 +27,10 @@ from eagle3_fast.train.trainer import Trainer
 
 TOLERANCE = {"adamw": 1e-4, "muon": 2**-7}
 """Muon orthogonalises in bfloat16, where one more or less in the last bit of a gradient is one in the last bit of an update."""
-OLD = {"train.draft": {"norm_before_fc": False, "norm_output": False, "full_attention_indices": [0]}, "engine": {"compat": "0.3"}}
+OLD = {
+    "train.draft": {"norm_before_fc": False, "norm_output": False, "full_attention_indices": [0]},
+    "engine": {"compat": "0.3", "verifier_norm": False, "noise_std": 0.0},
+}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "0.9 AdamW": ("0.9", {}),
     "0.9 Muon": ("0.9", {"train.optimizer": {"optimizer": "muon", "muon_lr": 5e-3}}),

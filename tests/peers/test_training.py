@@ -22,6 +22,7 @@ TOLERANCE = 1e-4
 """Relative, of every parameter's norm and of every loss."""
 
 OLD = {"norm_before_fc": False, "norm_output": False, "full_attention_indices": [0]}
+RULES_03 = {"compat": "0.3", "verifier_norm": False, "noise_std": 0.0}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "defaults": ("0.9", {}),
     "fc_norm": ("0.9", {"train.draft": {"norm_before_fc": False, "fc_norm": True, "norm_output": False}}),
@@ -34,8 +35,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"train.loss": {"loss_fn": '{"kl_div": 0.5, "tv": 0.25, "ce": 0.1}', "ttt_step_loss_decay": 0.8}},
     ),
     "full vocabulary": ("0.9", {"train.draft": {"draft_vocab_size": None}}),
-    "on-policy tokens": ("0.3", {"train.draft": OLD, "engine": {"compat": "0.3"}}),
-    "off-policy tokens": ("0.3", {"train.draft": OLD, "engine": {"compat": "0.3", "use_off_policy_tokens": True}}),
+    "on-policy tokens": ("0.3", {"train.draft": OLD, "engine": RULES_03}),
+    "off-policy tokens": ("0.3", {"train.draft": OLD, "engine": {**RULES_03, "use_off_policy_tokens": True}}),
 }
 
 

@@ -111,7 +111,7 @@ def test_it_holds_what_differs_and_nothing_else(tmp_path: Path) -> None:
         "train: {verifier: {verifier_name_or_path: v}, optimizer: {lr: 1.0e-3}, trainer: {epochs: 3}}"
     )
     document = yaml.safe_load(run_file(load_run_config(tmp_path / "in.yaml")))
-    differing = {"data": {"num_workers": 0}, "generation": {"on_missing": "raise"}}
+    differing = {"data": {"num_workers": 0}, "generation": {"on_missing": "raise", "vllm_endpoint": ""}}
     assert document == {"train": {"verifier": {"verifier_name_or_path": "v"}, "trainer": {"epochs": 3}, **differing}}
     named = {key.name for key in KEYS if key.why and key.place == "own"}
     assert {name for group in differing.values() for name in group} <= named

@@ -215,7 +215,8 @@ def test_a_worse_epoch_does_not_take_the_link_from_theirs(copied: RunConfig) -> 
 
 
 def test_a_trained_head_cannot_go_on_there(run: RunConfig, tmp_path: Path) -> None:
-    config = changed(run, engine={"compat": "0.3"}, **{"train.trainer": {"save_path": str(tmp_path), "epochs": 1}})
+    engine = {"compat": "0.3", "verifier_norm": False}
+    config = changed(run, engine=engine, **{"train.trainer": {"save_path": str(tmp_path), "epochs": 1}})
     Trainer(config).run()
     (tmp_path / "run.yaml").write_text(run_file(config))
     assert main(["export", "--config", str(tmp_path / "run.yaml"), "--training-state"]) == 2

@@ -56,7 +56,8 @@ def equal(a: object, b: object) -> bool:
 
 @pytest.mark.parametrize("compat", ["0.9", "0.3"])
 def test_it_learns_and_leaves_a_servable_checkpoint(run: RunConfig, tmp_path: Path, compat: str) -> None:
-    config = changed(into(run, tmp_path, epochs=6), engine={"compat": compat}, **{"train.scheduler": {"scheduler_type": "none"}})
+    engine = {"compat": compat, "verifier_norm": compat == "0.9"}
+    config = changed(into(run, tmp_path, epochs=6), engine=engine, **{"train.scheduler": {"scheduler_type": "none"}})
     train(config)
     losses = [value["loss"] for value in metrics(tmp_path)]
     validation = [value["loss"] for value in metrics(tmp_path, "val")]
