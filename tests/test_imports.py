@@ -65,3 +65,12 @@ def test_one_file_knows_deepspeed() -> None:
         str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if any(n.startswith("deepspeed") for n in imports(path))
     }
     assert knowing == {"train/deepspeed_engine.py"}
+
+
+def test_one_file_knows_vllm_and_nothing_knows_that_file() -> None:
+    """vLLM's server imports it; this package needs no vLLM."""
+    found = {path.relative_to(PACKAGE): imports(path) for path in PACKAGE.rglob("*.py")}
+    assert [str(path) for path, names in found.items() if any(name.startswith("vllm.") for name in names)] == [
+        "extract/vllm_connector.py"
+    ]
+    assert not any(name.startswith("eagle3_fast.extract.vllm_connector") for names in found.values() for name in names)
