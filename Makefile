@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 VLLM_VENV := .venv-vllm
 PEER_VENV := .venv-peer
 OLD_PEER_VENV := .venv-peer-0.3
+LOGGERS_VENV := .venv-loggers
 BENCH ?= --preset smollm2 --threads 1,2 -k v32000-s2048
 
 SERVED = VLLM_CPU_KVCACHE_SPACE=2 HF_HUB_OFFLINE=1 $(VLLM_VENV)/bin/python tests/vllm/served.py --prompts examples/heldout.jsonl
@@ -13,7 +14,7 @@ SERVED = VLLM_CPU_KVCACHE_SPACE=2 HF_HUB_OFFLINE=1 $(VLLM_VENV)/bin/python tests
 DEMO_SIZE = $(shell $(BIN)/python -c 'import torch; from eagle3_fast.precision import cpu_multiplies_bfloat16 as fast; \
   print("" if torch.cuda.is_available() or fast() else "prepare.max_samples=560 evaluate.max_prompts=4 evaluate.max_new_tokens=64")')
 
-.PHONY: bench bench-smoke bench-peer-venv kernels-report demo demo-zero3 test test-distributed test-peers test-vllm test-vllm-short test-vllm-live test-dist lint install clean
+.PHONY: bench bench-smoke bench-peer-venv kernels-report demo demo-zero3 test test-distributed test-peers test-loggers test-vllm test-vllm-short test-vllm-live test-dist lint install clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python examples/smollm2.py build/smollm2 build/humaneval.jsonl
@@ -38,6 +39,10 @@ test-distributed: $(VENV)/.installed
 # Released speculators 0.9 and 0.3: same configs, twenty training steps with the same end, checkpoints that go on there and here.
 test-peers: $(VENV)/.installed $(PEER_VENV)/.installed $(OLD_PEER_VENV)/.installed
 	$(BIN)/python -m pytest tests/peers
+
+# Training that logs to the real Weights & Biases, Trackio and MLflow, offline, in an environment of their own.
+test-loggers: $(LOGGERS_VENV)/.installed
+	$(LOGGERS_VENV)/bin/python -m pytest tests/loggers
 
 # The demo's draft in real vLLM (CPU, an environment of its own): same text as plain vLLM, acceptance as our own evaluation says.
 test-vllm: build/demo/evaluation.json $(VLLM_VENV)/.installed
@@ -124,6 +129,12 @@ $(OLD_PEER_VENV)/.installed:
 	$(OLD_PEER_VENV)/bin/pip install -q --no-deps speculators==0.3.0
 	$(OLD_PEER_VENV)/bin/pip install -q transformers==4.57.1 datasets==4.4.1 pydantic pydantic-settings loguru tqdm rich click typer \
 	  numpy safetensors pyyaml accelerate
+	touch $@
+
+$(LOGGERS_VENV)/.installed: $(VENV)/.installed
+	test -x $(LOGGERS_VENV)/bin/python || $(PYTHON) -m venv $(LOGGERS_VENV)
+	sh .ci/install-torch $(LOGGERS_VENV)/bin/pip
+	$(LOGGERS_VENV)/bin/pip install -q "setuptools>=77" wheel -r requirements.lock wandb trackio mlflow
 	touch $@
 
 clean:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator
 from datetime import datetime, timezone
 from difflib import SequenceMatcher, get_close_matches
 from pathlib import Path
@@ -174,33 +175,52 @@ class TrainerSection(Section):
         return value
 
 
+LOGGERS = ("tensorboard", "wandb", "trackio", "mlflow")
+PLACEHOLDERS: dict[str, Callable[[], str]] = {
+    "{time}": lambda: datetime.now().isoformat(timespec="seconds"),
+    "{utc_time}": lambda: datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    "{rank}": lambda: os.environ.get("RANK", "0"),
+    "{local_rank}": lambda: os.environ.get("LOCAL_RANK", "0"),
+}
+
+
+def _by_comma(names: str) -> list[str]:
+    return [name.strip() for name in names.split(",") if name.strip()]
+
+
 class LoggingSection(Section):
-    logger: str = Field("", description="tensorboard, or nothing: metrics.jsonl is always written")
+    logger: str = Field("", description="any of tensorboard, wandb, trackio, mlflow, by comma; metrics.jsonl is always written")
     log_dir: str = "./logs"
-    run_name: str | None = Field(None, description="none: run; may hold {time}, {utc_time}, {rank} and {local_rank}")
+    run_name: str | None = Field(None, description="none: {time}; may hold {time}, {utc_time}, {rank} and {local_rank}")
 
     @field_validator("logger")
     @classmethod
     def _known_loggers(cls, value: str) -> str:
-        unknown = {name.strip() for name in value.split(",")} - {"", "tensorboard"}
+        unknown = set(_by_comma(value)) - set(LOGGERS)
         if unknown:
-            raise ValueError(f"{', '.join(sorted(unknown))} is not supported; metrics go to metrics.jsonl and to tensorboard")
+            raise ValueError(f"{', '.join(sorted(unknown))} is not supported; there are {', '.join(LOGGERS)}")
+        return value
+
+    @field_validator("run_name")
+    @classmethod
+    def _known_placeholders(cls, value: str | None) -> str | None:
+        unknown = set(re.findall(r"\{[^{}]*\}", value or "")) - set(PLACEHOLDERS)
+        if unknown:
+            raise ValueError(f"{', '.join(sorted(unknown))} stands for nothing; there are {', '.join(PLACEHOLDERS)}")
         return value
 
     @property
-    def board(self) -> Path | None:
-        """TensorBoard's folder, the placeholders of the run's name filled in; None without a logger."""
-        if not self.logger.strip(" ,"):
-            return None
-        name = self.run_name or "run"
-        for placeholder, value in (
-            ("{time}", datetime.now().isoformat(timespec="seconds")),
-            ("{utc_time}", datetime.now(timezone.utc).isoformat(timespec="seconds")),
-            ("{rank}", os.environ.get("RANK", "0")),
-            ("{local_rank}", os.environ.get("LOCAL_RANK", "0")),
-        ):
-            name = name.replace(placeholder, value)
-        return Path(self.log_dir) / name
+    def loggers(self) -> list[str]:
+        """The names in `logger`, each once."""
+        return list(dict.fromkeys(_by_comma(self.logger)))
+
+    @property
+    def name(self) -> str:
+        """The run's name, its placeholders filled in now."""
+        name = self.run_name or "{time}"
+        for placeholder, value in PLACEHOLDERS.items():
+            name = name.replace(placeholder, value())
+        return name
 
 
 class TrainSection(Section):

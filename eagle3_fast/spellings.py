@@ -199,11 +199,9 @@ KEYS: tuple[Key, ...] = (
     Key("trainer", "log_freq", 1),
     Key("trainer", "save_path", "./output/checkpoints"),
     Key("trainer", "max_steps"),
-    Key("logging", "logger", "", why="tensorboard only; metrics.jsonl is always written"),
+    Key("logging", "logger", ""),
     Key("logging", "log_dir", "./logs"),
-    Key(
-        "logging", "run_name", why="`run` by default, so that a resumed run goes on in the same curves; speculators takes `{time}`"
-    ),
+    Key("logging", "run_name"),
     Key("backend", "hidden_states_path", place="extract.hidden_states_path", why="`extract` writes there too"),
     Key("backend", "mooncake_master", "127.0.0.1:50051", place=None, why=STORED),
     Key("backend", "mooncake_metadata_server", "P2PHANDSHAKE", place=None, why=STORED),

@@ -141,7 +141,8 @@ def test_a_config_of_0_7_is_read_and_told(tmp_path: Path, monkeypatch: pytest.Mo
             "draft_attn_impl flash is not supported.*It takes simple_flex_attention, sdpa, eager",
         ),
         ("train.draft.draft_hidden_act=gelu", "train.draft.draft_hidden_act"),
-        ("train.logging.logger=tensorboard, wandb", "wandb is not supported"),
+        ("train.logging.logger=tensorboard, comet", "comet is not supported; there are tensorboard, wandb, trackio, mlflow"),
+            ("train.logging.run_name=a-{host}", "{host} stands for nothing; there are {time}, {utc_time}, {rank}, {local_rank}"),
         ("train.lr=1e-4", "unknown key train.lr; did you mean train.optimizer.lr?"),
         ("train.draft.ttt_steps=1", "unknown key train.draft.ttt_steps; did you mean train.loss.ttt_steps?"),
         ("train.num_workers=1", "did you mean train.data.num_workers?"),
@@ -193,11 +194,12 @@ def test_keys_that_wandered_are_found_by_name() -> None:
     assert canonical([("train.trainer.noise_std", 0.1), ("nonsense", 1)], "x")[0] == {"engine.noise_std": 0.1, "nonsense": 1}
 
 
-def test_the_board_is_named_as_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert read(tmp_path, VERIFIER).train.logging.board is None
+def test_a_run_is_named_as_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert read(tmp_path, VERIFIER).train.logging.loggers == []
     monkeypatch.setenv("LOCAL_RANK", "3")
-    group = {"logger": "tensorboard", "log_dir": "logs", "run_name": "a-{rank}-{local_rank}"}
-    assert read(tmp_path, {**VERIFIER, "logging": group}).train.logging.board == Path("logs/a-0-3")
-    dated = read(tmp_path, {**VERIFIER, "logging": {**group, "run_name": "{time} {utc_time}"}}).train.logging.board
-    assert dated is not None and re.fullmatch(r"\d{4}-\d\d-\d\dT[\d:]{8} \d{4}-\d\d-\d\dT[\d:]{8}\+00:00", dated.name)
-    assert read(tmp_path, {**VERIFIER, "logging": {**group, "run_name": None}}).train.logging.board == Path("logs/run")
+    named = read(tmp_path, {**VERIFIER, "logging": {"logger": "wandb, tensorboard,wandb", "run_name": "a-{rank}-{local_rank}"}})
+    assert (named.train.logging.loggers, named.train.logging.name) == (["wandb", "tensorboard"], "a-0-3")
+    time = r"\d{4}-\d\d-\d\dT[\d:]{8}"
+    for run_name, pattern in (("{time} {utc_time}", rf"{time} {time}\+00:00"), (None, time)):
+        name = read(tmp_path, {**VERIFIER, "logging": {"run_name": run_name}}).train.logging.name
+        assert re.fullmatch(pattern, name)

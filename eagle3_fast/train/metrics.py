@@ -19,6 +19,7 @@ from torch import Tensor
 
 from eagle3_fast.files import written_aside
 from eagle3_fast.records import PackedBatch, TTTOutput
+from eagle3_fast.train.loggers import Boards
 from eagle3_fast.train.ranks import Ranks
 
 S3_COUNT_FLOOR = 1e-5
@@ -97,16 +98,11 @@ def speculators_metrics(output: TTTOutput, kinds: list[str], ratios: bool) -> di
 
 
 class MetricsWriter:
-    """Appends one JSON object a line to `metrics.jsonl`; to TensorBoard as well where a folder for it is given. Without a path, nothing."""
+    """Appends one JSON object a line to `metrics.jsonl`, and tells it to the run's other loggers. Without a path, nothing."""
 
-    def __init__(self, path: Path | None, tensorboard: Path | None = None) -> None:
-        self.path = path
+    def __init__(self, path: Path | None, boards: Boards | None = None) -> None:
+        self.path, self.boards = path, boards
         self.file = self._open()
-        self.board = None
-        if tensorboard is not None:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self.board = SummaryWriter(str(tensorboard))
 
     def _open(self) -> TextIO | None:
         if self.path is None:
@@ -129,12 +125,11 @@ class MetricsWriter:
         if self.file is not None:
             self.file.write(json.dumps({"global_step": step, **values}) + "\n")
             self.file.flush()
-        for name, value in values.items():
-            if self.board is not None and isinstance(value, int | float):
-                self.board.add_scalar(name, value, step)
+        if self.boards is not None:
+            self.boards.log(values, step)
 
     def close(self) -> None:
         if self.file is not None:
             self.file.close()
-        if self.board is not None:
-            self.board.close()
+        if self.boards is not None:
+            self.boards.close()

@@ -44,6 +44,7 @@ from eagle3_fast.train.checkpoint import (
 from eagle3_fast.train.dry_run import dry_run
 from eagle3_fast.train.engine import start_engine
 from eagle3_fast.train.loader import PackedRows, training_loader, validation_loader
+from eagle3_fast.train.loggers import Boards, require_loggers
 from eagle3_fast.train.metrics import MetricsWriter, Totals
 from eagle3_fast.train.noise import noise_of
 from eagle3_fast.train.norm_rule import check_norm_rule
@@ -64,6 +65,7 @@ def train(config: RunConfig, online: bool = False) -> dict[str, Any]:
         dry_run(config)
         return {}
     select(config.ops.impl, config.ops.logits)
+    require_loggers(config)
     ranks = join(config.deepspeed.join_timeout)
     try:
         with ExitStack() as held:
@@ -131,7 +133,7 @@ class Trainer:
         """The log of metrics, cut back to where this run goes on; only the first rank writes it."""
         if not self.ranks.first:
             return MetricsWriter(None)
-        metrics = MetricsWriter(self.save_path / "metrics.jsonl", self.config.train.logging.board)
+        metrics = MetricsWriter(self.save_path / "metrics.jsonl", Boards(self.config, self.position.global_step))
         metrics.rewind(self.position.global_step)
         return metrics
 

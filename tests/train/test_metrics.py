@@ -77,10 +77,3 @@ def test_rewinding_forgets_what_came_after(tmp_path: Path) -> None:
     again.close()
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert [(row["global_step"], row["loss"]) for row in rows] == [(1, 1.0), (2, 1.0), (3, 2.0)]
-
-
-def test_tensorboard_gets_the_numbers(tmp_path: Path) -> None:
-    writer = MetricsWriter(tmp_path / "metrics.jsonl", tmp_path / "board")
-    writer.write(1, {"loss": 1.0, "split": "train"})
-    writer.close()
-    assert list((tmp_path / "board").glob("events.*"))
