@@ -10,7 +10,9 @@ import pytest
 import torch
 from distributed.ranks import Rank, finish, run, start
 from distributed.test_same_mathematics import assert_same, into, losses, state
+from openai_server import serving
 from train.runs import changed
+from vllm_stub import VllmStub
 
 from eagle3_fast.config import RunConfig
 from eagle3_fast.files import read_json
@@ -205,3 +207,36 @@ def test_an_unusable_sample_is_counted_once_whatever_rank_meets_it(ten: RunConfi
     assert "2 unusable samples were skipped in training" in ranks[0].said
     train(into(config, tmp_path / "one", engine={"accumulation": 2}))
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-6)
+
+
+LOSES_ITS_SERVER = injected(
+    """
+from eagle3_fast.endpoint import EndpointError
+from eagle3_fast.extract.vllm_states import VllmStates
+
+asked = []
+def lose(self, row):
+    asked.append(row)
+    if len(asked) > 25:
+        raise EndpointError("the server is gone")
+before(VllmStates, 'load', lose)
+"""
+)
+
+
+def test_a_server_of_hidden_states_that_one_rank_loses_stops_all_after_a_save(
+    ten: RunConfig, undisturbed: Path, toy: Path, tmp_path: Path
+) -> None:
+    with serving(VllmStub(toy, [1, 3, 5], tmp_path / "exchange")) as url:
+        config = changed(
+            into(ten, tmp_path / "run", extract={"hidden_states_path": str(tmp_path / "none")}),
+            **{"train.generation": {"vllm_endpoint": url, "on_missing": "generate"}, "train.data": {"prefetch_factor": 1}},
+        )
+        ranks = start(config, tmp_path, 2, [NOTHING, LOSES_ITS_SERVER])
+        assert finish(ranks) == [2, 2]
+        reached = saved_step(tmp_path / "run")
+        assert 0 < reached < 10
+        assert f"step {reached}: another rank has lost its server; saved to" in ranks[0].said
+        assert f"step {reached}: the server is gone; saved to" in ranks[1].said
+        run(config, tmp_path, 2)
+    assert losses(tmp_path / "run") == pytest.approx(losses(undisturbed), rel=2e-3)

