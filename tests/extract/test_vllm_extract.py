@@ -149,8 +149,9 @@ def test_a_disk_that_fills_up_stops_the_run_cleanly(stub: VllmStub, url: str, mo
         return Usage(10**9, 10**8, 9 * 10**8) if len(written(stub)) < 3 else Usage(10**9, 96 * 10**7, 4 * 10**7)
 
     monkeypatch.setattr(states_module.shutil, "disk_usage", usage)
-    with pytest.raises(InputError, match=r"95% full after [3-6] of 8 rows; make room and run extract again"):
-        extract(run_config(stub, url))
+    with pytest.raises(InputError, match=r"95% full after [34] of 8 rows; make room and run extract again"):
+        extract(run_config(stub, url, concurrency=2))
+    assert len(stub.prompts) <= CHECKS + 4 + 2  # what was in flight, and nothing after it
     monkeypatch.undo()
     monkeypatch.setattr(vllm_states, "BACKOFF", 0.01)
     extract(run_config(stub, url))

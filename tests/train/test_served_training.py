@@ -19,6 +19,7 @@ from eagle3_fast.config import RunConfig
 from eagle3_fast.errors import InputError
 from eagle3_fast.extract import vllm_states
 from eagle3_fast.extract.states import extract
+from eagle3_fast.files import read_json
 from eagle3_fast.model.config import load_draft_config
 from eagle3_fast.prepare.dataset import open_prepared
 from eagle3_fast.train.checkpoint import latest_checkpoint
@@ -79,6 +80,12 @@ def offline(run: RunConfig) -> Path:
 def assert_the_same_run(folder: Path, run: RunConfig) -> None:
     assert values(folder) == values(offline(run))
     assert equal(state(folder)["engine"], state(offline(run))["engine"])
+
+
+def saved_step(folder: Path) -> int:
+    checkpoint = latest_checkpoint(folder)
+    assert checkpoint is not None
+    return read_json(checkpoint / "training_state.json")["global_step"]
 
 
 def prompts_of(run: RunConfig, rows: list[int]) -> Counter:
@@ -150,6 +157,7 @@ def test_a_server_that_dies_ends_the_run_with_what_it_has_learnt(
     reached = len(metrics(tmp_path / "run"))
     assert 0 < reached < len(metrics(offline(stored)))
     assert f"step {reached}: " in str(caught.value)
+    assert saved_step(tmp_path / "run") == reached
     stub.refuse = lambda number, payload: False
     train(config, online=True)
     assert_the_same_run(tmp_path / "run", stored)
@@ -162,14 +170,25 @@ def test_a_server_that_dies_before_anything_is_trained(stored: RunConfig, tmp_pa
 
 
 def test_a_server_that_dies_during_validation(stored: RunConfig, stub: VllmStub, url: str, tmp_path: Path) -> None:
-    config = changed(asking(stored, url, tmp_path / "run"), **{"train.trainer": {"checkpoint_freq": 2.0}})
-    held_back = set(prompts_of(stored, list(range(24, 30))))
-    stub.refuse = lambda number, payload: None if tuple(payload["prompt"]) in held_back else False
-    with pytest.raises(InputError, match=r"no answer in 3 tries .*; saved to .*0, run the same command"):
+    """Of the second epoch, after which no checkpoint is due."""
+    longer = {"train.trainer": {"epochs": 3, "checkpoint_freq": 3.0}}
+    train(changed(into(stored, tmp_path / "offline"), **longer))
+    config = changed(asking(stored, url, tmp_path / "run"), **longer)
+    held_back, seen = set(prompts_of(stored, list(range(24, 30)))), []
+
+    def dies(number: int, payload: dict) -> object:
+        if tuple(payload["prompt"]) in held_back:
+            seen.append(number)
+            return None if len(seen) > 6 else False
+        return False
+
+    stub.refuse = dies
+    with pytest.raises(InputError, match=r"no answer in 3 tries .*; saved to .*run/1, run the same command"):
         train(config, online=True)
     stub.refuse = lambda number, payload: False
     train(config, online=True)
-    assert_the_same_run(tmp_path / "run", stored)
+    assert values(tmp_path / "run") == values(tmp_path / "offline")
+    assert equal(state(tmp_path / "run")["engine"], state(tmp_path / "offline")["engine"])
 
 
 def test_a_server_that_comes_back_in_time_is_not_missed(stored: RunConfig, stub: VllmStub, url: str, tmp_path: Path) -> None:
@@ -214,8 +233,10 @@ def test_a_server_that_gives_nothing_usable_ends_the_run(stored: RunConfig, stub
     assert latest_checkpoint(tmp_path / "run") is not None
 
 
-def test_a_loader_that_is_dropped_asks_for_nothing_more(stored: RunConfig, stub: VllmStub, url: str, tmp_path: Path) -> None:
-    train(changed(asking(stored, url, tmp_path), **{"train.trainer": {"max_steps": 1}}), online=True)
+def test_a_run_that_ends_asks_for_nothing_more(stored: RunConfig, stub: VllmStub, url: str, tmp_path: Path) -> None:
+    ends = {"train.trainer": {"max_steps": 1}, "train.data": {"prefetch_factor": 100, "train_data_ratio": 1.0}}
+    train(changed(asking(stored, url, tmp_path), extract={"concurrency": 1}, **ends), online=True)
     asked = len(stub.prompts)
+    assert asked < 30  # all rows stood in line
     time.sleep(0.2)
     assert len(stub.prompts) == asked
