@@ -66,9 +66,9 @@ class PackedRows:
 
     def _stored_states(self, layer_ids: list[int]) -> StoredStates | PtStates:
         if isinstance(self.rows, PtRows):
-            unread = [row for row, length in enumerate(self.rows.lengths) if not length]
-            if unread and self.on_missing == "raise":
-                self.rows.open(unread[0])  # raises: now rather than in the middle of an epoch
+            for row, length in enumerate(self.rows.lengths):
+                if not length and self.on_missing == "raise":
+                    self.rows.open(row)  # raises, now rather than in the middle of an epoch, where it could not be read
             return PtStates(self.rows, self.config.engine.data_format_version, layer_ids)
         folder = self.config.hidden_states_path
         stored = StoredStates(folder, self.rows, layer_ids)
