@@ -134,7 +134,9 @@ $(OLD_PEER_VENV)/.installed:
 $(LOGGERS_VENV)/.installed: $(VENV)/.installed
 	test -x $(LOGGERS_VENV)/bin/python || $(PYTHON) -m venv $(LOGGERS_VENV)
 	sh .ci/install-torch $(LOGGERS_VENV)/bin/pip
-	$(LOGGERS_VENV)/bin/pip install -q "setuptools>=77" wheel -r requirements.lock wandb trackio mlflow
+	$(LOGGERS_VENV)/bin/pip install -q -r requirements.lock
+	$(LOGGERS_VENV)/bin/pip install -q wandb mlflow
+	$(LOGGERS_VENV)/bin/pip install -q trackio
 	touch $@
 
 clean:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 
@@ -11,7 +12,17 @@ import pytest
 import torch
 from verifiers import toy_llama
 
+from eagle3_fast.log import logger
+
 torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def as_a_library() -> None:
+    """The package's log as a library has it, whatever command an earlier test ran in this process."""
+    logger.handlers.clear()
+    logger.setLevel(logging.NOTSET)
+    logger.propagate = True
 
 
 @pytest.fixture(scope="session")

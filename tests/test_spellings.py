@@ -142,7 +142,7 @@ def test_a_config_of_0_7_is_read_and_told(tmp_path: Path, monkeypatch: pytest.Mo
         ),
         ("train.draft.draft_hidden_act=gelu", "train.draft.draft_hidden_act"),
         ("train.logging.logger=tensorboard, comet", "comet is not supported; there are tensorboard, wandb, trackio, mlflow"),
-            ("train.logging.run_name=a-{host}", "{host} stands for nothing; there are {time}, {utc_time}, {rank}, {local_rank}"),
+        ("train.logging.run_name=a-{host}", "{host} stands for nothing; there are {time}, {utc_time}, {rank}, {local_rank}"),
         ("train.lr=1e-4", "unknown key train.lr; did you mean train.optimizer.lr?"),
         ("train.draft.ttt_steps=1", "unknown key train.draft.ttt_steps; did you mean train.loss.ttt_steps?"),
         ("train.num_workers=1", "did you mean train.data.num_workers?"),

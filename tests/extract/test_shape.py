@@ -10,7 +10,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, CohereConfig, Llama4TextConfig, LlamaConfig, Qwen3NextConfig
 
-from eagle3_fast import log
 from eagle3_fast.errors import InputError
 from eagle3_fast.extract.shape import verifier_shape
 from tests.verifiers import (
@@ -75,7 +74,6 @@ def test_rotary_base_in_either_place(changes, tmp_path):
 
 
 def test_rotary_base_in_no_place_is_a_logged_default(tmp_path, caplog):
-    log.logger.propagate = True
     with caplog.at_level(logging.INFO, logger="eagle3_fast"):
         shape = verifier_shape(edit_config(toy_llama(tmp_path), rope_parameters="absent"))
     assert shape.rope_parameters["rope_theta"] == 10000.0

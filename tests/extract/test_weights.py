@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from eagle3_fast import log
 from eagle3_fast.errors import InputError
 from eagle3_fast.extract.weights import verifier_fingerprint, verifier_weights
 from tests.extract.test_shape import edit_config
@@ -127,7 +126,6 @@ def test_untied_without_head_stops_unless_told(tmp_path):
 
 
 def test_tied_with_another_stored_head_warns_once_with_the_difference(tmp_path, caplog):
-    log.logger.propagate = True
     other = toy_llama_tied(tmp_path)
     embed = stored_weights(other)["model.embed_tokens.weight"]
     rewrite(other, lambda t: {**t, "lm_head.weight": embed + 0.25})

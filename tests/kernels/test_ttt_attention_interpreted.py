@@ -28,6 +28,7 @@ IN_BFLOAT16 = ("three query heads a key head", "fewer queries at every step")
 if INTERPRETED:
     import numpy as np
     import triton
+    import triton.experimental.gluon  # on Python 3.10 it cannot be imported once the language is patched
     import triton.language as tl
     from triton.runtime import interpreter
 
