@@ -54,7 +54,7 @@ class HiddenStates:
     """What the verifier computed for one example of T tokens.
 
     `states` is [T, n_aux + 1, G] in the verifier's dtype: aux hidden states in ascending layer id, then the last hidden state,
-    taken before the verifier's final norm.
+    taken before the verifier's final norm; after it in old `.pt` samples of format 0.
     """
 
     token_ids: Tensor

@@ -99,7 +99,7 @@ def load_mapping(config: RunConfig, target_vocab_size: int) -> VocabMapping | No
     """The mapping that a run trains with; none = the verifier's full vocabulary, which is taken only when the config says so.
 
     In this order: train.draft.d2t_path and t2d_path; full vocabulary when draft_vocab_size is not set or equals
-    `target_vocab_size`; the token counts, with which size-stamped files in the data folder must agree; those files alone.
+    `target_vocab_size`; the token counts, with which mapping files in the data folder must agree; those files alone.
     Raises InputError when none of these gives a mapping, and for one that does not fit the sizes.
     """
     draft = config.train.draft
@@ -116,20 +116,21 @@ def load_mapping(config: RunConfig, target_vocab_size: int) -> VocabMapping | No
         return None
     if explicit is not None:
         return explicit
-    stored = _stored(config, size, target_vocab_size)
+    path, stored = _stored(config, size, target_vocab_size)
     counts = _counts_path(config)
     if not counts.is_file():
         if stored is None or draft.token_freq_path:
             raise InputError(
                 f"{counts}: no token counts to build a draft vocabulary of {size} from; run `prepare`, set "
-                "train.draft.token_freq_path, or remove train.draft.draft_vocab_size to train the full vocabulary"
+                "train.draft.token_freq_path, name d2t_path and t2d_path, or remove train.draft.draft_vocab_size to train the full "
+                "vocabulary"
             )
-        say_once(f"draft vocabulary: {_files(config, size)[0]} as it lies, there are no token counts to compare it with")
+        say_once(f"draft vocabulary: {path} as it lies, there are no token counts to compare it with")
         return stored
     built = VocabMapping(*build_mapping(load_token_freq(counts), size, target_vocab_size))
     if stored is not None and stored.digest() != built.digest():
         raise InputError(
-            f"{_files(config, size)[0]}: was built from other token counts than {counts}; run `vocab` to build it again, or "
+            f"{path}: was built from other token counts than {counts}; run `vocab` to build it again, or "
             "name both files in train.draft.d2t_path and t2d_path to keep it"
         )
     return built
@@ -186,12 +187,21 @@ def _files(config: RunConfig, size: int) -> tuple[Path, Path]:
     return folder / f"d2t-{size}.npy", folder / f"t2d-{size}.npy"
 
 
-def _stored(config: RunConfig, size: int, target_vocab_size: int) -> VocabMapping | None:
-    """The size-stamped files of the data folder, checked; none when neither is there."""
+def _stored(config: RunConfig, size: int, target_vocab_size: int) -> tuple[Path, VocabMapping | None]:
+    """The mapping of this size in the data folder, checked, and its d2t file; None where there is none.
+
+    Files that carry the size in their name come first. `d2t.npy` and `t2d.npy` (speculators 0.3 to 0.7) are passed over where they are
+    of another size.
+    """
     d2t_path, t2d_path = _files(config, size)
     if not d2t_path.is_file() and not t2d_path.is_file():
-        return None
-    return checked_mapping(_read(d2t_path), _read(t2d_path), size, target_vocab_size, str(d2t_path))
+        d2t_path, t2d_path = d2t_path.with_name("d2t.npy"), t2d_path.with_name("t2d.npy")
+        if not d2t_path.is_file():
+            return d2t_path, None
+        if (found := _read(d2t_path).numel()) != size:
+            say_once(f"{d2t_path}: is of a draft vocabulary of {found}, not {size}, and is not used")
+            return d2t_path, None
+    return d2t_path, checked_mapping(_read(d2t_path), _read(t2d_path), size, target_vocab_size, str(d2t_path))
 
 
 def _read(path: str | Path) -> Tensor:

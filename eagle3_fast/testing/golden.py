@@ -19,6 +19,7 @@ from torch import Tensor
 
 from eagle3_fast.config import parse_loss
 from eagle3_fast.errors import InputError
+from eagle3_fast.extract.pt_samples import open_pt_sample
 from eagle3_fast.files import read_json
 from eagle3_fast.model.config import load_draft_config
 from eagle3_fast.model.draft import Draft, load_tensors
@@ -146,7 +147,7 @@ def compare_data(case: Path) -> Verdict:
     packing, current = read_json(case / "packing.json"), (case / "hidden_states").is_dir()
     total = packing.pop("total_seq_len")
     readers: dict[str, Callable[[Path, int], tuple[HiddenStates, Tensor]]] = (
-        {"": _read_arrow_row} if current else {"v0-": _read_v0, "v1-": _read_v1}
+        {"": _read_arrow_row} if current else {"v0-": _read_pt, "v1-": _read_pt}
     )
     for prefix, read in readers.items():
         for name, rows in packing.items():
@@ -179,18 +180,10 @@ def _read_arrow_row(folder: Path, row: int) -> tuple[HiddenStates, Tensor]:
     return HiddenStates(fields["token_ids"], fields["hidden_states"]), torch.tensor(example["loss_mask"])
 
 
-def _read_v0(folder: Path, row: int) -> tuple[HiddenStates, Tensor]:
-    """Aux states and last state apart; the three aux states are one after the other on the feature axis."""
-    sample = torch.load(folder / f"data_{row}.pt", weights_only=True)
-    aux = sample["hidden_state"].unflatten(-1, (-1, sample["target"].shape[-1]))
-    states = torch.cat((aux, sample["target"][:, None]), dim=1).float()
-    return HiddenStates(sample["input_ids"], states), sample["loss_mask"]
-
-
-def _read_v1(folder: Path, row: int) -> tuple[HiddenStates, Tensor]:
-    """A list of states, the last one from after the last layer."""
-    sample = torch.load(folder / f"data_{row}.pt", weights_only=True)
-    return HiddenStates(sample["input_ids"], torch.stack(sample["hidden_states"], dim=1).float()), sample["loss_mask"]
+def _read_pt(folder: Path, row: int) -> tuple[HiddenStates, Tensor]:
+    """A sample of release 0.3, which packs float32."""
+    sample = open_pt_sample(folder / f"data_{row}.pt")
+    return HiddenStates(sample.input_ids, sample.states().float()), sample.loss_mask
 
 
 def compare_vocab(path: Path) -> Verdict:

@@ -126,6 +126,55 @@ def test_stored_files_must_come_from_the_counts(
         load_mapping(config, 320)
 
 
+def put(folder: Path, counts: dict[int, int], size: int, stamp: str = "", whole: int = 64) -> list[int]:
+    """Write mapping files made from `counts`; returns the verifier ids that they name."""
+    d2t, t2d = build_mapping(counts, size, whole)
+    np.save(folder / f"d2t{stamp}.npy", d2t.numpy())
+    np.save(folder / f"t2d{stamp}.npy", t2d.numpy())
+    return VocabMapping(d2t, t2d).verifier_ids.tolist()
+
+
+def found(config: RunConfig) -> list[int] | None:
+    mapping = load_mapping(config, 64)
+    return mapping and mapping.verifier_ids.tolist()
+
+
+def test_files_without_a_size_in_their_name(
+    run_config: Configure, counts: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of speculators 0.3 to 0.7. Used when a draft vocabulary of their size is asked for, and then like the others."""
+    asked = run_config(tmp_path, {"draft_vocab_size": 3})
+    assert put(counts.parent, COUNTS, 3) == found(asked)
+    assert found(run_config(tmp_path)) is None  # nobody asked for one
+    counts.unlink()
+    assert put(counts.parent, {5: 1, 6: 1, 9: 1}, 3) == found(asked) == [5, 6, 9]
+    torch.save(COUNTS, counts)
+    with pytest.raises(InputError, match=r"d2t\.npy: was built from other token counts than .*token_freq.pt"):
+        found(asked)
+    assert put(counts.parent, COUNTS, 3, "-3") == found(asked)  # the size in the name decides
+    put(counts.parent, COUNTS, 3, whole=65)
+    for stamped in ("d2t-3.npy", "t2d-3.npy"):
+        (counts.parent / stamped).unlink()
+    with pytest.raises(InputError, match=r"d2t\.npy: t2d is bool \[65\], expected bool \[64\]"):
+        found(asked)
+    (counts.parent / "t2d.npy").unlink()
+    with pytest.raises(InputError, match=r"t2d\.npy: no such file"):
+        found(asked)
+
+
+def test_files_of_another_size_are_passed_over(
+    run_config: Configure, counts: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    put(counts.parent, {5: 1, 6: 1}, 2)
+    log._said.clear()
+    with caplog.at_level("INFO", logger="eagle3_fast"):
+        assert found(run_config(tmp_path, {"draft_vocab_size": 3})) == [1, 7, 9]
+    assert "d2t.npy: is of a draft vocabulary of 2, not 3, and is not used" in caplog.text
+    counts.unlink()
+    with pytest.raises(InputError, match="no token counts to build a draft vocabulary of 3.*name d2t_path and t2d_path"):
+        found(run_config(tmp_path, {"draft_vocab_size": 3}))
+
+
 def test_explicit_files_win_and_are_checked(run_config: Configure, tmp_path: Path) -> None:
     d2t, t2d = build_mapping({5: 1, 6: 1}, 2, 64)
     np.save(tmp_path / "d.npy", d2t.numpy())
