@@ -85,7 +85,7 @@ def test_its_config_and_flags_mean_here_what_they_mean_there(peer: Peer, tmp_pat
     document = {
         "verifier": {"verifier_name_or_path": "v"},
         "draft": {"num_layers": None, "draft_vocab_size": 32000, "full_attention_indices": [0], "norm_output": False},
-        "generation": {"on_missing": "raise"},
+        "generation": {"on_missing": "raise", "vllm_endpoint": "http://host:1/v1"},
         "data": {"num_workers": 3},
         "loss": {"loss_fn": '{"kl_div": 0.5, "tv": 0.5}', "ttt_steps": 4},
         "trainer": {"epochs": 3, "save_best": True},
