@@ -2,10 +2,11 @@
 
 The final norm makes of a state x the state y = x / RMS(x) * gain. So y / gain has an RMS of 1, whatever the token: that is how normed
 states are known, from the gain alone. Tolerance: the norm's epsilon and two roundings to bfloat16 change that RMS by less than 1 %
-(epsilon: while RMS(x) is above 8 roots of it), one to float8 by as little, since errors of many channels cancel. States before the
-norm have an RMS over gain that differs from token to token and has no reason to be 1; a row counts as normed when most of its tokens
-are within 2 % of it. Where a gain is (1 + w), w + 1 is divided by; a channel whose gain is exactly 0 tells nothing, and with one such
-channel the RMS is not known: then nothing is checked.
+(epsilon: while RMS(x) is above 8 roots of it); float8, whose scale serves all layers of a token, changes it by less than 2 % at most
+tokens (SmolLM2: 0.970 to 1.020, in bfloat16 0.998 to 1.002). States before the norm have an RMS over gain that differs from token to
+token and has no reason to be 1 (SmolLM2: 13 to 334). So a row counts as normed when most of its tokens are within 2 % of 1: a model's
+states would have to be of one size, and that size the gain's, for the check to err. Where a family's gain is 1 + w, that is divided by.
+A channel whose gain is exactly 0 tells nothing, and with one the RMS is not known: then nothing is checked, and the log says so.
 """
 
 from __future__ import annotations

@@ -118,6 +118,16 @@ def test_every_kind_of_gain_in_every_storage(tmp_path: Path, write: Any, dtype: 
         assert normed_share((value / scale).to(dtype).float() * scale, gain) == share
 
 
+def test_states_that_happen_to_be_of_the_gains_size(toy: Path) -> None:
+    """Before the norm, of sizes around 1 over the gain: as unlikely a verifier as there can be."""
+    gain, draw = verifier_weights(toy, names=("norm",)).norm, torch.Generator().manual_seed(0)
+    states = torch.randn(400, 32, generator=draw)
+    states = states / states.square().mean(-1, keepdim=True).sqrt() * gain
+    sizes = 0.8 + 0.45 * torch.rand(400, 1, generator=draw)
+    assert normed_share(states, gain) == 1
+    assert normed_share(states * sizes, gain) < 0.2
+
+
 def test_it_reads_little_and_forgives_what_the_run_will_name(
     run: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
