@@ -136,7 +136,8 @@ $(LOGGERS_VENV)/.installed: $(VENV)/.installed
 	sh .ci/install-torch $(LOGGERS_VENV)/bin/pip
 	$(LOGGERS_VENV)/bin/pip install -q -r requirements.lock
 	$(LOGGERS_VENV)/bin/pip install -q wandb mlflow
-	$(LOGGERS_VENV)/bin/pip install -q trackio
+	$(LOGGERS_VENV)/bin/pip install -q trackio "setuptools>=77" wheel
+	$(LOGGERS_VENV)/bin/pip install -q --no-deps --no-build-isolation -e .
 	touch $@
 
 clean:

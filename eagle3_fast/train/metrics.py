@@ -128,8 +128,14 @@ class MetricsWriter:
         if self.boards is not None:
             self.boards.log(values, step)
 
-    def close(self) -> None:
+    def close(self, failed: bool = False) -> None:
         if self.file is not None:
             self.file.close()
         if self.boards is not None:
-            self.boards.close()
+            self.boards.close(failed)
+
+    def __enter__(self) -> MetricsWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.close(failed=kind is not None)

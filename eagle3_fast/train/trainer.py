@@ -65,10 +65,10 @@ def train(config: RunConfig, online: bool = False) -> dict[str, Any]:
         dry_run(config)
         return {}
     select(config.ops.impl, config.ops.logits)
-    require_loggers(config)
     ranks = join(config.deepspeed.join_timeout)
     try:
         with ExitStack() as held:
+            ranks.on_first(lambda: require_loggers(config))
             ranks.on_first(lambda: held.enter_context(locked(Path(config.train.trainer.save_path))))
             return Trainer(config, online, ranks).run()
     except RuntimeError as error:
@@ -108,6 +108,7 @@ class Trainer:
         self.unvalidated: Path | None = None
         self.saved: tuple[int, Path] | None = None  # at which step, where
         self.interrupted = False
+        self.metrics = MetricsWriter(None)
         self.last: dict[str, Any] = {}
 
     def run(self) -> dict[str, Any]:
@@ -115,27 +116,25 @@ class Trainer:
         self._resume()
         if self.ranks.first:
             record_run(self.config, sys.argv, self.save_path)
-        self.metrics = self._metrics()
-        if self.unvalidated is not None:  # an earlier run ended between this checkpoint and its validation
-            self._validate(self.unvalidated)
-        with (
-            self._signals(),
-            progress(total=self.planned, initial=self.position.global_step, unit="step", desc="train") as self.bar,
-            trace(self.config.engine.profile_steps, self.save_path / "profile", self.ranks.rank) as self.tracer,
-        ):
-            while self.position.epoch < self.config.train.trainer.epochs and not self._at_step_limit():
-                self._epoch()
-        self.metrics.close()
+        self.ranks.on_first(self._open_metrics)
+        with self.metrics:
+            if self.unvalidated is not None:  # an earlier run ended between this checkpoint and its validation
+                self._validate(self.unvalidated)
+            with (
+                self._signals(),
+                progress(total=self.planned, initial=self.position.global_step, unit="step", desc="train") as self.bar,
+                trace(self.config.engine.profile_steps, self.save_path / "profile", self.ranks.rank) as self.tracer,
+            ):
+                while self.position.epoch < self.config.train.trainer.epochs and not self._at_step_limit():
+                    self._epoch()
         self._summarise()
         return {**self.last, "global_step": self.position.global_step, "seconds": dict(self.seconds)}
 
-    def _metrics(self) -> MetricsWriter:
-        """The log of metrics, cut back to where this run goes on; only the first rank writes it."""
-        if not self.ranks.first:
-            return MetricsWriter(None)
-        metrics = MetricsWriter(self.save_path / "metrics.jsonl", Boards(self.config, self.position.global_step))
-        metrics.rewind(self.position.global_step)
-        return metrics
+    def _open_metrics(self) -> None:
+        """The log of metrics, cut back to where this run goes on; only the first rank has one."""
+        step = self.position.global_step
+        self.metrics = MetricsWriter(self.save_path / "metrics.jsonl", Boards(self.config, step))
+        self.metrics.rewind(step)
 
     def _summarise(self) -> None:
         """Where the time went and what was left out, in two lines at most."""
