@@ -9,14 +9,21 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import requests
 
 from eagle3_fast.errors import InputError
+from eagle3_fast.log import logger
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 _ALIVE = "is the server running, and is this its address?"
 LONGEST_PAUSE = 60.0  # seconds, whatever a server's Retry-After says
@@ -172,3 +179,31 @@ def _times(tries: int) -> str:
 
 def _one_line(text: str) -> str:
     return " ".join(text.split())
+
+
+def in_flight(
+    work: Callable[[Item], Result], items: Iterator[Item], concurrency: int, of_one: Callable[[BaseException], bool]
+) -> Iterator[tuple[Item, Future[Result]]]:
+    """Items as their work ends, each with its ended future. of_one: whether an error concerns its item alone.
+
+    After any other error, or Ctrl-C, nothing more is begun; what is in flight still comes out before it is raised.
+    """
+    failure: BaseException | None = None
+    with ThreadPoolExecutor(concurrency) as pool:
+        running = {pool.submit(work, item): item for item in islice(items, concurrency)}
+        while running:
+            try:
+                done, _ = wait(running, return_when=FIRST_COMPLETED)
+            except KeyboardInterrupt as interrupt:
+                logger.info("waiting for the %d requests in flight, then ending", len(running))
+                failure, items = failure or interrupt, iter(())
+                continue
+            for future in done:
+                item, error = running.pop(future), future.exception()
+                if error is None or of_one(error):
+                    yield item, future
+                else:
+                    failure, items = failure or error, iter(())
+                running |= {pool.submit(work, item): item for item in islice(items, 1)}
+    if failure is not None:
+        raise failure

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
-from itertools import islice
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from eagle3_fast.endpoint import EndpointError
+from eagle3_fast.endpoint import EndpointError, in_flight
 from eagle3_fast.extract.self_check import Testimony, decided_argmax
 from eagle3_fast.extract.sources import OnlineStates
 from eagle3_fast.extract.store import SampleError
 from eagle3_fast.extract.vllm_states import VllmStates
 from eagle3_fast.extract.weights import VerifierWeights
-from eagle3_fast.log import logger
 from eagle3_fast.precision import arithmetic_dtype
 from eagle3_fast.records import HiddenStates
 
@@ -96,7 +93,12 @@ class Served:
 
     def store(self, rows: Sequence[int], lengths: Sequence[int], write: Write) -> Iterator[tuple[int, SampleError | None]]:
         longest_first = iter(sorted(rows, key=lambda row: -lengths[row]))
-        return _in_flight(lambda row: write(row, self.source.load(row)), longest_first, self.source.concurrency)
+        asked = in_flight(lambda row: write(row, self.source.load(row)), longest_first, self.source.concurrency, _of_one_row)
+        return ((row, error if isinstance(error := future.exception(), SampleError) else None) for row, future in asked)
+
+
+def _of_one_row(error: BaseException) -> bool:
+    return isinstance(error, SampleError)
 
 
 def batches(rows: Iterable[int], lengths: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:
@@ -109,29 +111,3 @@ def batches(rows: Iterable[int], lengths: Sequence[int], batch_tokens: int) -> I
         batch.append(row)
     if batch:
         yield batch
-
-
-def _in_flight(work: Callable[[int], None], rows: Iterator[int], concurrency: int) -> Iterator[tuple[int, SampleError | None]]:
-    """Rows as their work ends, with the SampleError that it raised.
-
-    After any other error, or Ctrl-C, nothing more is begun; what is in flight still ends before it is raised.
-    """
-    failure: BaseException | None = None
-    with ThreadPoolExecutor(concurrency) as pool:
-        running = {pool.submit(work, row): row for row in islice(rows, concurrency)}
-        while running:
-            try:
-                done, _ = wait(running, return_when=FIRST_COMPLETED)
-            except KeyboardInterrupt as interrupt:
-                logger.info("waiting for the %d requests in flight, then ending", len(running))
-                failure, rows = failure or interrupt, iter(())
-                continue
-            for future in done:
-                row, error = running.pop(future), future.exception()
-                if error is None or isinstance(error, SampleError):
-                    yield row, error
-                else:
-                    failure, rows = failure or error, iter(())
-                running |= {pool.submit(work, row): row for row in islice(rows, 1)}
-    if failure is not None:
-        raise failure

@@ -218,10 +218,11 @@ def _read(path: Path) -> dict[str, Tensor]:
         raise _Broken(f"the server says that it wrote {path}, which is not there (do both see one file system?)") from None
     except SafetensorError as error:
         raise _Broken(f"{path} is not a whole file ({error})") from None
-    missing = {"hidden_states", "token_ids"} - tensors.keys()
+    float8 = "hidden_states" in tensors and tensors["hidden_states"].dtype == torch.float8_e4m3fn
+    missing = {"hidden_states", "token_ids", *(["hidden_states_scales"] if float8 else [])} - tensors.keys()
     if missing:
         raise _Broken(f"{path} holds no {' and no '.join(sorted(missing))}")
-    if tensors["hidden_states"].dtype == torch.float8_e4m3fn:  # speculators' fp8 connector: one scale per token
+    if float8:  # speculators' fp8 connector: one scale per token
         tensors["hidden_states"] = tensors["hidden_states"].bfloat16() * tensors["hidden_states_scales"].bfloat16()
     return tensors
 

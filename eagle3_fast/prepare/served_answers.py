@@ -7,15 +7,13 @@ refuses one prompt after another, ends the run in one line; answers that are sti
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
-from itertools import islice
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, Field, ValidationError
 
 from eagle3_fast.config import RunConfig
-from eagle3_fast.endpoint import Endpoint, EndpointError
-from eagle3_fast.log import logger, say_once
+from eagle3_fast.endpoint import Endpoint, EndpointError, in_flight
+from eagle3_fast.log import say_once
 from eagle3_fast.prepare.answers import Chat, Prompt, Reply, Row, converse
 
 CHAT_COMPLETIONS = "/v1/chat/completions"
@@ -95,7 +93,11 @@ class ServedAnswerer:
         any_answer = bool(answered)
         refused: list[Row] = []
         error: EndpointError | None = None
-        for prompt, outcome in self._outcomes(iter([prompt for prompt in prompts if prompt.id not in answered])):
+        unanswered = iter([prompt for prompt in prompts if prompt.id not in answered])
+        for prompt, future in in_flight(
+            lambda prompt: converse([prompt], self.reply), unanswered, self.concurrency, _of_one_prompt
+        ):
+            outcome = future.exception()
             if isinstance(outcome, EndpointError):
                 error = outcome
                 say_once(f"left out: {outcome}")
@@ -103,44 +105,13 @@ class ServedAnswerer:
                 if len(refused) >= REFUSALS_IN_A_ROW:
                     raise EndpointError(f"{len(refused)} prompts in a row were refused; the last: {outcome}", outcome.status)
             else:
-                rows, tokens = outcome
+                rows, tokens = future.result()
                 yield [*refused, *rows], tokens
                 refused, any_answer = [], True
         if error is not None and not any_answer:
             raise error
         if refused:
             yield refused, 0
-
-    def _outcomes(self, prompts: Iterator[Prompt]) -> Iterator[tuple[Prompt, tuple[list[Row], int] | EndpointError]]:
-        """What became of each prompt: its row, or why the server refused it.
-
-        After a failure of the server, or Ctrl-C, nothing more is asked; what is in flight still comes out before it is raised.
-        """
-        failure: BaseException | None = None
-        with ThreadPoolExecutor(self.concurrency) as pool:
-            running = {pool.submit(self._outcome, prompt): prompt for prompt in islice(prompts, self.concurrency)}
-            while running:
-                try:
-                    done, _ = wait(running, return_when=FIRST_COMPLETED)
-                except KeyboardInterrupt as interrupt:
-                    logger.info("waiting for the %d answers in flight, then ending", len(running))
-                    failure, prompts = failure or interrupt, iter(())
-                    continue
-                for future in done:
-                    prompt, outcome = running.pop(future), future.result()
-                    if isinstance(outcome, EndpointError) and outcome.status not in OF_ONE_PROMPT:
-                        failure, prompts = failure or outcome, iter(())
-                    else:
-                        yield prompt, outcome
-                    running |= {pool.submit(self._outcome, prompt): prompt for prompt in islice(prompts, 1)}
-        if failure is not None:
-            raise failure
-
-    def _outcome(self, prompt: Prompt) -> tuple[list[Row], int] | EndpointError:
-        try:
-            return converse([prompt], self.reply)
-        except EndpointError as error:
-            return error
 
     def reply(self, chats: list[Chat]) -> list[Reply]:
         """One reply to each chat. Raises EndpointError."""
@@ -160,6 +131,10 @@ class ServedAnswerer:
             where = f"{self.endpoint.url}{CHAT_COMPLETIONS}"
             what = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
             raise EndpointError(f"{where}: its answer is no chat completion ({what})", 200) from None
+
+
+def _of_one_prompt(error: BaseException) -> bool:
+    return isinstance(error, EndpointError) and error.status in OF_ONE_PROMPT
 
 
 def _reply(completion: _Completion) -> Reply:

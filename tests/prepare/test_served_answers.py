@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 from openai_server import serving
 
+from eagle3_fast import endpoint
 from eagle3_fast.config import RunConfig
 from eagle3_fast.endpoint import Endpoint, EndpointError
 from eagle3_fast.errors import InputError
-from eagle3_fast.prepare import served_answers
 from eagle3_fast.prepare.dataset import open_prepared
 from eagle3_fast.prepare.local_answers import LocalAnswerer
 from eagle3_fast.prepare.regenerate import regenerate
@@ -272,7 +272,7 @@ def test_a_server_that_dies_loses_nothing(setup: Setup, server: Server, tmp_path
 
 
 def test_ctrl_c_keeps_what_is_in_flight(setup: Setup, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wait, calls = served_answers.wait, []
+    wait, calls = endpoint.wait, []
 
     def interrupted(*arguments: Any, **options: Any) -> Any:
         calls.append(arguments)
@@ -280,7 +280,7 @@ def test_ctrl_c_keeps_what_is_in_flight(setup: Setup, server: Server, tmp_path: 
             raise KeyboardInterrupt
         return wait(*arguments, **options)
 
-    monkeypatch.setattr(served_answers, "wait", interrupted)
+    monkeypatch.setattr(endpoint, "wait", interrupted)
     with pytest.raises(KeyboardInterrupt):
         regenerate(setup(concurrency=4))
     assert len((tmp_path / "chats.jsonl.partial").read_bytes().splitlines()) == len(server.requests) < 40
