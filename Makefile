@@ -51,11 +51,16 @@ test-vllm: build/demo/evaluation.json $(VLLM_VENV)/.installed
 build/demo/evaluation.json:
 	$(MAKE) demo
 
-# The same on a draft trained for a minute.
+# The same on a draft trained for a minute, then on one trained by the rules of speculators 0.3, on its samples and layers.
+SHORT_0_3 = --config configs/short.yaml 'engine.compat="0.3"' engine.data_format_version=0 train.data.data_path=build/short-0.3/data \
+  train.trainer.save_path=build/short-0.3/checkpoints export.output=build/short-0.3/draft evaluate.output=build/short-0.3/evaluation.json
 test-vllm-short: $(VENV)/.installed $(VLLM_VENV)/.installed
 	$(BIN)/python examples/smollm2.py build/smollm2 build/humaneval.jsonl
 	$(BIN)/eagle3-fast run --config configs/short.yaml
 	$(SERVED) --draft build/short/draft --evaluation build/short/evaluation.json
+	$(BIN)/python tests/vllm/samples_0_3.py build/smollm2 build/short/data build/short-0.3/data
+	for verb in vocab train export evaluate; do $(BIN)/eagle3-fast $$verb $(SHORT_0_3) || exit 1; done
+	$(SERVED) --draft build/short-0.3/draft --evaluation build/short-0.3/evaluation.json
 
 # Hidden states out of a real vLLM server on the CPU: compared with our own, and a training that outlives a restart of the server.
 test-vllm-live: $(VENV)/.installed $(VLLM_VENV)/.installed
