@@ -107,7 +107,7 @@ def check(call: Callable[..., Tensor], dtype: torch.dtype, device: str, rounds_l
     eager, eager_grad = _loss_and_gradient(_reference, plain)
     loss, grad = _loss_and_gradient(call, inputs if call is _fused else plain)
     if not rounds_logits:
-        assert_within_budget(loss, exact, eager, "loss")
+        assert_within_budget(loss, exact, eager, "loss", dtype=dtype)
         assert_within_budget(grad, exact_grad, eager_grad, "gradient of h")
     return float((grad.double() - exact_grad).norm() / exact_grad.norm())
 

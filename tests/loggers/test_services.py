@@ -46,7 +46,7 @@ def test_mlflow(run: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert experiment is not None
     (logged,) = client.search_runs([experiment.experiment_id])
     assert [metric.step for metric in client.get_metric_history(logged.info.run_id, "train/loss")] == [1, 2, 3, 4, 5]
-    assert logged.data.tags["team"] == "a" and logged.data.params["trainer.epochs"] == "2"
+    assert logged.data.tags["team"] == "a" and logged.data.params["trainer/epochs"] == "2"
     assert logged.info.run_name == "two parts" and logged.info.status == "FINISHED"
 
 
