@@ -337,6 +337,25 @@ void row_divergence_(
   });
 }
 
+// The first place of each row's largest entry.
+void row_top1_(Tensor x, Tensor top1) {
+  const bool wide = x.scalar_type() == ScalarType::Float;
+  STD_TORCH_CHECK(wide || x.scalar_type() == ScalarType::BFloat16, "row_top1_: logits must be float32 or bfloat16");
+  STD_TORCH_CHECK(x.stride(1) == 1, "row_top1_: logits of a row must lie side by side");
+  STD_TORCH_CHECK(
+      top1.scalar_type() == ScalarType::Long && top1.is_contiguous() && top1.numel() == x.size(0), "row_top1_: top1 must be int64, one a row");
+  const int64_t size = x.size(1), stride = x.stride(0);
+  void* data = x.data_ptr();
+  auto* out = static_cast<int64_t*>(top1.data_ptr());
+  torch::stable::parallel_for(0, x.size(0), 1, [&](int64_t begin, int64_t end) {
+    std::vector<float> space(wide ? 0 : size);
+    for (int64_t row = begin; row < end; ++row) out[row] = first_largest(as_floats(data, wide, row, stride, size, space), size).second;
+  });
+}
+
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(eagle3_fast, CPU, library) { library.impl("row_divergence_", TORCH_BOX(&row_divergence_)); }
+STABLE_TORCH_LIBRARY_IMPL(eagle3_fast, CPU, library) {
+  library.impl("row_divergence_", TORCH_BOX(&row_divergence_));
+  library.impl("row_top1_", TORCH_BOX(&row_top1_));
+}

@@ -42,6 +42,7 @@ torch.library.define(
     "bool form_gradient, Tensor(c!) terms, Tensor(d!) draft_top1, Tensor(e!) verifier_top1, Tensor(f!) overlap, Tensor(g!) draft_lse, "
     "Tensor(h!) verifier_lse) -> ()",
 )
+torch.library.define("eagle3_fast::row_top1_", "(Tensor x, Tensor(a!) top1) -> ()")
 
 
 class Results(NamedTuple):
@@ -108,7 +109,7 @@ def sweep(
             verifier_centre = _logit_at(verifier_rows, verifier_head, anchor[chunk.targets])
         verifier_logits = _product(verifier_rows, verifier_head, verifier_centre, verifier_space)
         if centred:
-            draft_centre = _logit_at(draft_rows, head, verifier_logits.argmax(-1)[chunk.place])
+            draft_centre = _logit_at(draft_rows, head, _top1(verifier_logits)[chunk.place])
         z = _product(draft_rows, head, draft_centre, draft_space)
         verifier_centre = verifier_centre.expand(len(chunk.targets))
         rows = run(z, verifier_logits, chunk, weight, verifier_centre)
@@ -157,7 +158,16 @@ def _product(x: Tensor, head: Tensor, centre: Tensor, space: Tensor) -> Tensor:
     out = space[: len(x)]
     if centre.ndim == 0:
         return torch.mm(x, head.T, out=out)
-    return torch.addmm(-centre.to(x.dtype)[:, None].expand_as(out), x, head.T, out=out)
+    return torch.addmm((-centre).to(x.dtype)[:, None].expand_as(out), x, head.T, out=out)
+
+
+def _top1(logits: Tensor) -> Tensor:
+    """The place of each row's largest logit, int64. PyTorch's argmax of bfloat16 is not vectorised on a CPU."""
+    if logits.device.type != "cpu":
+        return logits.argmax(-1)
+    top1 = logits.new_empty(len(logits), dtype=torch.int64)
+    torch.ops.eagle3_fast.row_top1_(logits, top1)
+    return top1
 
 
 def _logit_at(x: Tensor, head: Tensor, entry: Tensor) -> Tensor:
