@@ -67,10 +67,12 @@ test-vllm-live: $(VENV)/.installed $(VLLM_VENV)/.installed
 	$(BIN)/python examples/smollm2.py build/smollm2 build/humaneval.jsonl
 	timeout 1800 $(BIN)/python tests/vllm/live.py --vllm $(VLLM_VENV)/bin
 
-# Both ops, a whole training step and the loader against plain PyTorch, torch.compile and (after `make bench-peer-venv`) speculators.
+# Both ops, a whole training step and the loader against plain PyTorch, torch.compile and (after `make bench-peer-venv`) speculators;
+# then how ours grow with TTT steps, rows and vocabulary.
 bench: $(VENV)/.installed
 	$(BIN)/python -m pytest bench $(BENCH)
 	$(BIN)/python bench/report.py > build/bench/report.md
+	$(BIN)/python bench/growth.py | tee build/bench/growth.md
 
 bench-smoke: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest bench --together --rounds 1

@@ -1,6 +1,6 @@
 """How time and memory of ours grow with TTT steps, rows and vocabulary: `python bench/growth.py [--threads N]`, a table in Markdown.
 
-Sizes of SmolLM2-135M, bfloat16 where the CPU multiplies it. A row's time is the median of turns that all its sizes take one after the other.
+Sizes of SmolLM2-135M, bfloat16 where the CPU multiplies it. Times are medians; the sizes of a line are timed in turn.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ def steps(dtype: torch.dtype) -> str:
     slope = (last - second) / (STEPS[-1] - STEPS[1])
     off = max(abs(time - first - (last - first) * (n - 1) / (STEPS[-1] - 1)) / time for n, time in zip(STEPS, seconds, strict=True))
     times = ", ".join(f"{time:.2f} s" for time in seconds)
-    return f"| training step, T = {STEPS} | {times} | off a line by {off:.1%}; slope {slope / (second - first):.2f} x the second step's work |"
+    growth = f"off a line by {off:.1%}; slope {slope / (second - first):.2f} x the second step's work"
+    return f"| training step, T = {STEPS} | {times} | {growth} |"
 
 
 def head(axis: str, values: Sequence[int], dtype: torch.dtype) -> str:
@@ -48,7 +49,9 @@ def head(axis: str, values: Sequence[int], dtype: torch.dtype) -> str:
     seconds, peaks = measured(lambda case: bench_linear_divergence.make("fused", case, dtype, "cpu"), cases)
     rates = [time / value for time, value in zip(seconds, values, strict=True)]
     times = ", ".join(f"{time:.2f} s" for time in seconds)
-    return f"| `linear_divergence`, {axis} {values} | {times}; {_mib(peaks)} | off proportion by {max(rates) / min(rates) - 1:.1%} |"
+    return (
+        f"| `linear_divergence`, {axis} {values} | {times}; {_mib(peaks)} | off proportion by {max(rates) / min(rates) - 1:.1%} |"
+    )
 
 
 def attention(dtype: torch.dtype) -> str:
@@ -68,7 +71,9 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     torch.set_num_threads(parser.parse_args().threads)
     dtype = arithmetic_dtype(torch.bfloat16, "cpu")
-    print(f"| {str(dtype).removeprefix('torch.')}, {torch.get_num_threads()} thread(s) | time, peak above inputs | growth |\n|---|---|---|")
+    print(
+        f"| {str(dtype).removeprefix('torch.')}, {torch.get_num_threads()} thread(s) | time, peak above inputs | growth |\n|---|---|---|"
+    )
     for line in (steps, lambda to: head("rows", ROWS, to), lambda to: head("vocab", VOCABULARIES, to), attention):
         print(line(dtype), flush=True)
 

@@ -26,9 +26,10 @@ from eagle3_fast.reference import linear_divergence as reference
 
 KINDS = ("kl_div", "rkl", "jsd", "ce", "tv", "nla", "lk_hybrid")
 """Order of the divergences in the row pass's weights and terms."""
-CHUNK_ELEMENTS = {"cpu": 1 << 25, "cuda": 1 << 27}
+CHUNK_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 27}
 """Draft logits held at a time. On a GPU the weight gradient's read-modify-write must stay small beside its product, which asks for
-some 4,096 rows at a vocabulary of 32,000; on a CPU a thousand rows give the products their full rate."""
+some 4,096 rows at a vocabulary of 32,000; on a CPU five hundred rows give the products their full rate, and more fall out of the cache
+before the row pass comes back to them."""
 CHUNK_ROWS = {"cpu": (128, 2048), "cuda": (2048, 16384)}
 """Fewest and most rows of a chunk."""
 REFERENCE_ROWS = 128
