@@ -211,7 +211,8 @@ def test_from_the_verifier_to_served_drafts(write: Any, kind: str, tmp_path: Pat
     """Draft started on the verifier, saved, exported, and served on the states that the engine itself captures."""
     path = write(tmp_path / "verifier")
     shape = {"target_layer_ids": [2, 3, 5], "norm_before_residual": False, "full_attention_indices": [0]}
-    run = run_config(path, tmp_path / "out", train={"draft": shape}, export={"dtype": "float32", "format": "sglang"})
+    train = {"draft": shape, "data": {"hidden_states_dtype": "float32"}}
+    run = run_config(path, tmp_path / "out", train=train, export={"dtype": "float32", "format": "sglang"})
     save_draft(start_draft(run), tmp_path / "checkpoint", torch.float32)
     folder = export(run, tmp_path / "checkpoint")
     config = json.loads((folder / "config.json").read_text())
