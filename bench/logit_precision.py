@@ -20,7 +20,8 @@ from eagle3_fast.model import ttt
 from eagle3_fast.model.draft import Draft, load_tensors, read_tensors
 from eagle3_fast.ops import linear_divergence, select
 from eagle3_fast.reference import linear_divergence as reference
-from eagle3_fast.train.loader import VALIDATION_SEED, BatchLoader, PackedRows
+from eagle3_fast.train.loader import PackedRows, validation_loader
+from eagle3_fast.train.ranks import Ranks
 from eagle3_fast.train.start import objective, start_draft
 
 STORAGES = ("centred", "bfloat16", "float32")
@@ -32,7 +33,7 @@ ROWS = 512
 def op_inputs(draft: Draft, config) -> dict[str, Tensor]:
     """What `score` hands to the op for one validation batch, in bfloat16; the first ROWS rows."""
     rows = PackedRows(config, draft.config, online=False)
-    batch = next(BatchLoader(rows, rows.splits()[1], config, VALIDATION_SEED).batches(0))
+    (batch,) = next(validation_loader(rows, rows.splits()[1], config, Ranks()).steps(0))
     caught: dict[str, Tensor] = {}
 
     def catch(h, w, t, u, target_row, row_weight, kinds, softcap, anchor):

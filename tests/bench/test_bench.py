@@ -7,13 +7,19 @@ import sys
 from pathlib import Path
 
 import batches
+import growth
+import logit_precision
 import measure
 import presets
 import pytest
 import report
 import torch
+from train.runs import prepared_run
 
+from eagle3_fast.files import write_json
 from eagle3_fast.model import ttt
+from eagle3_fast.model.draft import save_draft
+from eagle3_fast.train.start import start_draft
 
 RESULT = {
     **presets.SMOKE.record(),
@@ -110,3 +116,30 @@ def test_cases_fit_and_are_distinct() -> None:
         cases = presets.cases(preset)
         assert len({str(case) for case in cases}) == len(cases)
         assert all(case.rows % case.document == 0 for case in cases)
+
+
+def test_logit_precision_of_a_checkpoint(
+    tmp_path: Path, toy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = prepared_run(tmp_path, toy)
+    save_draft(start_draft(config), tmp_path / "draft")
+    write_json(tmp_path / "run.json", config.model_dump(exclude_unset=True))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["logit_precision.py", "--config", "run.json", "draft"])
+    logit_precision.main()
+    (bands,) = json.loads(Path("build/logit_precision.json").read_text()).values()
+    assert sum(band["rows"] for band in bands) > 100
+    assert all(band["float32"] < 0.01 and band["centred"] < 0.01 for band in bands)
+    assert "| centred | bfloat16 | float32 |" in capsys.readouterr().out
+
+
+def test_growth_tells_sizes_times_and_memory(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(growth, "BASE", presets.SMOKE)
+    monkeypatch.setattr(growth, "STEPS", (1, 2, 3))
+    for axis, values in (("ROWS", (96, 192)), ("VOCABULARIES", (256, 512)), ("LENGTHS", (64, 128))):
+        monkeypatch.setattr(growth, axis, values)
+    monkeypatch.setattr(sys, "argv", ["growth.py", "--threads", "1"])
+    growth.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.count(" s,") for line in lines[2:]] == [2, 1, 1, 1]
+    assert all("MiB" in line for line in lines[3:])
