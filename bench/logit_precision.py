@@ -19,6 +19,7 @@ from eagle3_fast.config import load_run_config
 from eagle3_fast.model import ttt
 from eagle3_fast.model.draft import Draft, load_tensors, read_tensors
 from eagle3_fast.ops import linear_divergence, select
+from eagle3_fast.precision import training_dtype
 from eagle3_fast.reference import linear_divergence as reference
 from eagle3_fast.train.loader import PackedRows, validation_loader
 from eagle3_fast.train.ranks import Ranks
@@ -41,7 +42,8 @@ def op_inputs(draft: Draft, config) -> dict[str, Tensor]:
         caught.update(h_MH=h[order], w_VH=w, t_RG=t, u_VG=u, target_row_M=target_row[order], anchor_R=anchor)
         return linear_divergence(h, w, t, u, target_row, row_weight, kinds, softcap, anchor)
 
-    with patch.object(ttt, "linear_divergence", catch):
+    dtype = training_dtype(config.train.data.hidden_states_dtype)
+    with patch.object(ttt, "linear_divergence", catch), torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
         ttt.run_ttt(draft, batch, objective(config))
     return {name: value.bfloat16() if value.is_floating_point() else value for name, value in caught.items()}
 

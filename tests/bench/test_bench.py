@@ -121,7 +121,7 @@ def test_cases_fit_and_are_distinct() -> None:
 def test_logit_precision_of_a_checkpoint(
     tmp_path: Path, toy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = prepared_run(tmp_path, toy)
+    config = prepared_run(tmp_path, toy, **{"train.data": {"hidden_states_dtype": "bfloat16"}})
     save_draft(start_draft(config), tmp_path / "draft")
     write_json(tmp_path / "run.json", config.model_dump(exclude_unset=True))
     monkeypatch.chdir(tmp_path)
