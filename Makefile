@@ -14,7 +14,7 @@ SERVED = VLLM_CPU_KVCACHE_SPACE=2 HF_HUB_OFFLINE=1 $(VLLM_VENV)/bin/python tests
 DEMO_SIZE = $(shell $(BIN)/python -c 'import torch; from eagle3_fast.precision import cpu_multiplies_bfloat16 as fast; \
   print("" if torch.cuda.is_available() else "prepare.max_samples=1600" if fast() else "prepare.max_samples=560 evaluate.max_prompts=4")')
 
-.PHONY: bench bench-smoke bench-peer-venv kernels-report demo demo-zero3 test test-distributed test-peers test-loggers test-vllm test-vllm-short test-vllm-live test-dist lint install clean
+.PHONY: bench bench-smoke bench-peer-venv kernels-report demo demo-zero3 test test-distributed test-peers test-speculators test-loggers test-vllm test-vllm-short test-vllm-live test-dist lint install clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python examples/smollm2.py build/smollm2 build/humaneval.jsonl
@@ -36,8 +36,11 @@ test: $(VENV)/.installed
 test-distributed: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/distributed
 
+# Beside the real packages: speculators trains, vLLM gives hidden states, vLLM serves.
+test-peers: test-speculators test-vllm-live test-vllm-short
+
 # Released speculators 0.9 and 0.3: same configs, twenty training steps with the same end, checkpoints that go on there and here.
-test-peers: $(VENV)/.installed $(PEER_VENV)/.installed $(OLD_PEER_VENV)/.installed
+test-speculators: $(VENV)/.installed $(PEER_VENV)/.installed $(OLD_PEER_VENV)/.installed
 	$(BIN)/python -m pytest tests/peers
 
 # Training that logs to the real Weights & Biases, Trackio and MLflow, offline, in an environment of their own.

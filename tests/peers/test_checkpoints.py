@@ -1,7 +1,7 @@
 """Checkpoints over the border, both ways: released speculators' trainer stops, ours goes on as it would have, and the reverse.
 
 Both sides start from the same file, whose weights and optimizer states are in bfloat16, so the ends must agree as in `test_training`.
-Environments: `make test-peers` builds them. `-s` prints the deviations.
+Environments: `make test-speculators` builds them. `-s` prints the deviations.
 """
 
 from __future__ import annotations

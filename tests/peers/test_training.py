@@ -1,6 +1,6 @@
 """Twenty steps of AdamW in float32, by released speculators' own trainer and by ours: same start, same batches, same end.
 
-Environments: `make test-peers` builds them. `-s` prints the deviations.
+Environments: `make test-speculators` builds them. `-s` prints the deviations.
 """
 
 from __future__ import annotations
