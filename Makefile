@@ -12,7 +12,7 @@ SERVED = VLLM_CPU_KVCACHE_SPACE=2 HF_HUB_OFFLINE=1 $(VLLM_VENV)/bin/python tests
 
 # How many of the chats the demo takes: all on a GPU; on two CPU cores what they do in twelve minutes, without bfloat16 instructions a third.
 DEMO_SIZE = $(shell $(BIN)/python -c 'import torch; from eagle3_fast.precision import cpu_multiplies_bfloat16 as fast; \
-  print("" if torch.cuda.is_available() else "prepare.max_samples=1600" if fast() else "prepare.max_samples=560 evaluate.max_prompts=4")')
+  print("" if torch.cuda.is_available() else "prepare.max_samples=1400" if fast() else "prepare.max_samples=560 evaluate.max_prompts=4")')
 
 .PHONY: bench bench-smoke bench-peer-venv kernels-report demo demo-zero3 test test-distributed test-peers test-speculators test-loggers test-vllm test-vllm-short test-vllm-live test-dist lint install clean
 
