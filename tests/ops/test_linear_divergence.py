@@ -10,7 +10,7 @@ import torch
 
 from eagle3_fast.config import LOSS_TERMS
 from eagle3_fast.ops import linear_divergence, select
-from eagle3_fast.ops._chunks import KINDS, _product, add_head_gradient
+from eagle3_fast.ops._chunks import KINDS, _product, _top1, add_head_gradient
 from eagle3_fast.reference import linear_divergence as reference
 from eagle3_fast.testing.budget import assert_within_budget
 from eagle3_fast.testing.cases import LINEAR_DIVERGENCE, LinearDivergenceCase
@@ -344,6 +344,18 @@ def test_a_broken_row_is_not_a_perfect_one(side: str, kind: str, name: str, impl
     assert result.loss.isnan() or not rows.any()
     assert result.draft_top1_M.max() < ORDINARY.vocab
     assert result.verifier_top1_M.max() < ORDINARY.vocab
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [1, 7, 64, 1000, 4099])
+def test_top1_is_the_first_of_the_largest(dtype: torch.dtype, size: int, impl: Callable[..., None]) -> None:
+    impl("fused")
+    logits = torch.randn(5, size + 3, generator=torch.Generator().manual_seed(size)).to(dtype)[:, :size]
+    logits[1] = 2.0
+    logits[2, size // 2 :] = 9.0
+    logits[3], logits[4] = math.nan, -math.inf
+    first = int((logits[0] == logits[0].max()).nonzero()[0])
+    assert _top1(logits).tolist() == [first, 0, size // 2, 0, 0]
 
 
 def test_a_row_of_weight_zero_adds_nothing_however_far_off() -> None:
