@@ -127,7 +127,7 @@ def board_values(values: dict[str, Any], step: int) -> dict[str, float]:
         return {f"val/{name}_epoch": value for name, value in measured.items()}
     named: dict[str, float] = {"epoch": values["epoch"], "global_step": step}
     for name, value in measured.items():
-        named[name if name.startswith("lr/") else RENAMED.get(name, f"train/{name}")] = value
+        named[name if name.startswith(("lr/", "profile/")) else RENAMED.get(name, f"train/{name}")] = value
     if "lr/AdamW" in named and "lr/Muon" not in named:
         named["lr"] = named.pop("lr/AdamW")
     return named

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -28,16 +29,21 @@ S3_COUNT_FLOOR = 1e-5
 
 @dataclass
 class Totals:
-    """Sums over batches and ranks; divided only when read."""
+    """Sums over batches and ranks; divided only when read.
 
+    kinds: divergences of a compound loss, each of which is told by itself.
+    """
+
+    kinds: Sequence[str] = ()
     sums: dict[str, Tensor] = field(default_factory=dict)
     tokens: int = 0
     skipped: list[str] = field(default_factory=list)  # of this rank, each with its reason
     skipped_everywhere: int = 0  # of all ranks, once shared
 
     def add(self, output: TTTOutput, batch: PackedBatch) -> None:
-        for name in ("step_losses", "full_correct", "supervised", "cond_total", "marginal_correct"):
-            value = getattr(output, name).detach().double()
+        terms = ("term_losses",) if len(self.kinds) > 1 else ()
+        for name in ("step_losses", "full_correct", "supervised", "cond_total", "marginal_correct", *terms):
+            value = getattr(output, name).detach().double().flatten()
             self.sums[name] = self.sums.get(name, torch.zeros_like(value)) + value
         self.tokens += int((batch.document_ids >= 0).sum())
         self.skipped += batch.skipped
@@ -51,9 +57,12 @@ class Totals:
         self.sums = dict(zip(names, sums, strict=True))
         self.tokens, self.skipped_everywhere = map(int, counts.tolist())
 
-    def divide_losses(self) -> None:
-        """Turn loss sums, taken with divisor 1, into means over all supervised rows."""
-        self.sums["step_losses"] = self.sums["step_losses"] / self.sums["supervised"].clamp_min(1)
+    def divide_losses(self, divisor: Tensor) -> None:
+        """Turn sums of losses into means; one divisor, or one of each TTT step."""
+        divisor, terms = divisor.to(self.sums["step_losses"].device), self.sums.get("term_losses")
+        self.sums["step_losses"] = self.sums["step_losses"] / divisor
+        if terms is not None:
+            self.sums["term_losses"] = (terms.view(-1, len(self.kinds)) / divisor.reshape(-1, 1)).flatten()
 
     def summary(self) -> dict[str, float]:
         """Rates of every step, tau, and counts. A rate without any case is left out rather than reported as 0."""
@@ -66,6 +75,9 @@ class Totals:
             _put(result, f"marginal_acc_{k}", marginal[k], supervised[k])
             _put(result, f"full_acc_{k}", full[k], supervised[k])
             _put(result, f"cond_acc_{k}", full[k], cond[k])
+        if "term_losses" in self.sums:
+            names = (f"{kind}_loss_{k}" for k in range(len(full)) for kind in self.kinds)
+            result |= zip(names, self.sums["term_losses"].tolist(), strict=True)
         result["tau"] = acceptance_length([result.get(f"cond_acc_{k}", 0.0) for k in range(len(full))])
         result["supervised_tokens"] = supervised[0]
         return result

@@ -53,6 +53,9 @@ from eagle3_fast.train.ranks import Ranks, join, leave
 from eagle3_fast.train.start import objective, start_draft
 from eagle3_fast.train.tracing import trace
 
+PHASES = {"data": "fetch", "forward": "fwd", "backward": "bwd", "optimizer": "opt"}
+"""Timed phases of a step, and how speculators calls them."""
+
 
 def train(config: RunConfig, online: bool = False) -> dict[str, Any]:
     """Train a draft as the run file says, going on where an earlier run stopped; returns the last metrics (of a dry run, none).
@@ -104,6 +107,7 @@ class Trainer:
         self.position = Position()
         self.depends_on = self._dependencies(rows)
         self.seconds: dict[str, float] = defaultdict(float)
+        self.told: dict[str, float] = defaultdict(float)  # of `seconds`, what earlier lines of metrics held
         self.skipped = 0
         self.unvalidated: Path | None = None
         self.saved: tuple[int, Path] | None = None  # at which step, where
@@ -218,7 +222,7 @@ class Trainer:
 
         The loss is divided by the supervised rows of all ranks and batches of the step, so that the split does not matter.
         """
-        totals, began = Totals(), time.perf_counter()
+        totals, began = Totals(list(self.objective.kinds)), time.perf_counter()
         plans = [plan_rows(batch, self.objective) for batch in window]
         counts, batches = self._counted(window, plans)
         by_step, supervised = self.config.engine.divisor == "step", bool(counts.any())
@@ -232,7 +236,7 @@ class Trainer:
                         loss = output.loss if by_step else output.loss / batches
                         self.engine.backward(poisoned(loss), last=at == len(window))
         if not by_step:
-            totals.sums["step_losses"] /= batches
+            totals.divide_losses(batches)
         with self._timed("optimizer"):
             norm = self.engine.step() if supervised else self._skip_step()
         self.position.global_step += 1
@@ -277,6 +281,8 @@ class Trainer:
             "skipped_samples": totals.skipped_everywhere,
             "skipped_step": not (finite and supervised),
             **{f"lr/{name}": rate for name, rate in self.engine.learning_rates().items()},
+            **self._phase_times(),
+            "profile/step_ms": 1e3 * seconds,
         }
         if step % self.config.train.trainer.log_freq == 0:
             self.metrics.write(step, values)
@@ -286,12 +292,18 @@ class Trainer:
             {"loss": f"{values['loss']:.3f}", "tau": f"{values['tau']:.2f}", "tok/s": round(values["tokens_per_s"])}
         )
 
+    def _phase_times(self) -> dict[str, float]:
+        """What each phase of the step took on the host, by speculators' names."""
+        spent = {f"profile/{name}_ms": 1e3 * (self.seconds[phase] - self.told[phase]) for phase, name in PHASES.items()}
+        self.told = self.seconds.copy()
+        return spent
+
     @torch.no_grad()
     def _validate(self, folder: Path | None) -> None:
         """Loss and accuracies of the validation rows, weighted by their tokens; the best checkpoint so far gets the link."""
         if self.validation is None or not self.validation.count(0):
             return
-        totals = Totals()
+        totals = Totals(list(self.objective.kinds))
         with self._timed("validation"):
             for step in self._while_served(self.validation.steps(0)):
                 for batch in step:
@@ -301,7 +313,7 @@ class Trainer:
             totals.share(self.ranks)
         for sample in totals.skipped:
             logger.warning("validation: skipped %s", sample)
-        totals.divide_losses()
+        totals.divide_losses(totals.sums["supervised"].clamp_min(1))
         values = {"split": "val", "epoch": self.position.epoch, **totals.summary()}
         self.metrics.write(self.position.global_step, values)
         self.last = {**self.last, **{f"val_{name}": value for name, value in values.items()}}

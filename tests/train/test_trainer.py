@@ -368,6 +368,31 @@ def test_old_checkpoints_are_not_mixed_with_a_new_run(run: RunConfig, tmp_path: 
         train(into(run, tmp_path, max_steps=2, no_resume_from_checkpoint=True))
 
 
+@pytest.mark.parametrize("divisor", ["step", "batch"])
+def test_each_term_of_a_compound_loss_is_told(run: RunConfig, tmp_path: Path, divisor: str) -> None:
+    weights = {"kl_div": 0.75, "tv": 2.0}
+    config = changed(
+        into(run, tmp_path, max_steps=3),
+        engine={"divisor": divisor, "accumulation": 2},
+        **{"train.loss": {"loss_fn": json.dumps(weights), "ttt_steps": 2}},
+    )
+    train(config)
+    for line in (*metrics(tmp_path), *metrics(tmp_path, "val")):
+        for k in range(2):
+            whole = sum(weight * line[f"{kind}_loss_{k}"] for kind, weight in weights.items())
+            assert whole == pytest.approx(line[f"loss_{k}"], rel=1e-5)
+
+
+def test_a_step_tells_the_times_of_its_phases(run: RunConfig, tmp_path: Path) -> None:
+    train(into(run, tmp_path, max_steps=3))
+    for line in metrics(tmp_path):
+        phases = [line[f"profile/{name}_ms"] for name in ("fwd", "bwd", "opt")]
+        assert min(phases) > 0
+        assert sum(phases) <= line["profile/step_ms"]
+        assert line["profile/fetch_ms"] > 0
+        assert "kl_div_loss_0" not in line
+
+
 def test_the_divisor_of_each_batch_reports_a_mean(run: RunConfig, tmp_path: Path) -> None:
     losses = []
     for accumulation in (1, 4):
