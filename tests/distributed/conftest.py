@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from train.runs import changed, prepared_run
 
 from eagle3_fast.config import RunConfig
+
+
+@pytest.fixture(scope="package", autouse=True)
+def float32() -> Iterator[None]:
+    """The runs of this process in float32 on every machine, as those of the ranks: Muon iterates in bfloat16 where the CPU multiplies it,
+    and that rounding would hide what ranks and stages change."""
+    with patch("eagle3_fast.precision.cpu_multiplies_bfloat16", lambda: False):
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -71,9 +71,12 @@ def start(
 
 
 def _rank(source: str, run_file: str, environment: dict[str, str], log: str) -> None:
-    """What a new process does: its output into `log`, one thread, then the script as the main program."""
+    """What a new process does: its output into `log`, one thread, products in float32, then the script as the main program."""
     import torch
 
+    from eagle3_fast import precision
+
+    precision.cpu_multiplies_bfloat16 = lambda: False
     output = os.open(log, os.O_WRONLY | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
