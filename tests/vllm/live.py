@@ -6,8 +6,8 @@ Run by `make test-vllm-live` from the repository root, in this package's environ
 
 The verifier is SmolLM2-135M on the CPU (`examples/smollm2.py`), the run file configs/short.yaml made shorter. Exit code 1 means a miss:
 
-* `extract` through the server is further than rounding from the states that this process computes in float32: cosine of a token's
-  state, mean of any layer, or the tokens that the last state gives, unless this process itself does no better in the server's dtype;
+* `extract` through the server is further than rounding from the states that this process computes in float32: mean cosine of any
+  layer, any token twice as far off as the worst of this process in the server's dtype, or the tokens that the last state gives;
 * an online run of some steps, in whose middle the server is killed and started again, is not the offline run: other tokens in some
   batch, or losses that differ by more than rounding (vLLM's states depend, by rounding, on what else is in its batch).
 """
@@ -123,25 +123,23 @@ def overrides(folder: Path, url: str, steps: int) -> list[str]:
 
 def compared_states(exact: RunConfig, served: RunConfig, own: RunConfig) -> list[str]:
     """Stored states of the server and of this process against float32; prints what it finds, returns the server's faults."""
-    faults, same = [], {}
-    for name, config in (("server", served), ("this process", own)):
-        cosine, same[name] = distance(config, exact)
-        for layer, column in enumerate(cosine.T):
-            print(f"{name}, layer {layer}: cosine of {len(column)} tokens: mean {column.mean():.6f}, least {column.min():.6f}")
-            if name == "server" and float(column.mean()) < COSINE:
-                faults.append(f"layer {layer}: cosine {column.mean():.6f}")
-        print(f"{name}: the last state gives the same token at {same[name]:.2%} of positions")
-    if same["server"] < min(SAME_TOKEN, same["this process"]):
-        faults.append(f"the same token at {same['server']:.2%} only")
-    return faults
+    (theirs, their_tokens), (ours, our_tokens) = distance(served, exact), distance(own, exact)
+    faults = []
+    for layer, (server, here) in enumerate(zip(theirs.T, ours.T, strict=True)):
+        print(
+            f"layer {layer}: cosine of {len(server)} tokens: mean {server.mean():.6f}, least {server.min():.6f}; here {here.min():.6f}"
+        )
+        allowed = 2 * max(1 - float(here.min()), 1 - COSINE)  # no token may be much further off than rounding takes one here
+        if float(server.mean()) < COSINE or 1 - float(server.min()) > allowed:
+            faults.append(f"layer {layer}: cosine {server.mean():.6f}, least {server.min():.6f}")
+    print(f"the last state gives the same token at {their_tokens:.2%} of positions, here {our_tokens:.2%}")
+    return faults + ([f"the same token at {their_tokens:.2%} only"] if their_tokens < SAME_TOKEN else [])
 
 
 def distance(found: RunConfig, exact: RunConfig) -> tuple[torch.Tensor, float]:
     """Cosine of each token's states [T, layers]; the share of tokens whose last states give the same next one."""
-    dataset, weights = (
-        open_prepared(exact.train.data.data_path),
-        verifier_weights(exact.train.verifier.verifier_name_or_path, names=("norm", "head")),
-    )
+    dataset = open_prepared(exact.train.data.data_path)
+    weights = verifier_weights(exact.train.verifier.verifier_name_or_path, names=("norm", "head"))
     weights = replace(weights, head=weights.head.float())  # bfloat16 logits would tie
     cosines, same = [], []
     for row in range(len(dataset)):
