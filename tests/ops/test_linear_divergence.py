@@ -82,6 +82,12 @@ def test_bf16_inputs_lose_less_than_one_percent_near_convergence(kind: str) -> N
     assert bf16_gradient_error(kind, 3.0, apart=0.15) <= (0.04 if jumps else 0.01)
 
 
+@pytest.mark.parametrize("kind", LOSS_TERMS)
+def test_float32_logits_of_bf16_inputs_lose_nothing_but_their_last_rounding(kind: str, impl: Callable[..., None]) -> None:
+    impl("fused", "float32")
+    assert bf16_gradient_error(kind, 3.0) <= 0.003
+
+
 @pytest.mark.parametrize("kind", ["kl_div", "lk_hybrid"])
 def test_centred_logits_carry_a_tenth_of_the_error_of_plain_ones(
     kind: str, impl: Callable[..., None], monkeypatch: pytest.MonkeyPatch
