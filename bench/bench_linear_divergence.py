@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from eagle3_fast import ops
+from eagle3_fast.ops._heads import held_bytes
 from eagle3_fast.reference.linear_divergence import linear_divergence as reference
 from eagle3_fast.testing.budget import assert_within_budget
 
@@ -77,7 +78,7 @@ def make(provider: str, case: Case, dtype: torch.dtype, device: str) -> Local:
     require_memory(COPIES.get(provider, 0) * 4 * len(scored_rows(case)[1]) * case.vocab, device)
     inputs = linear_divergence_inputs(case, dtype, device)
     inputs = inputs if provider == "fused" else without_hints(inputs)
-    return Local(lambda: torch.autograd.grad(call(**inputs), inputs["h_MH"]), device, error)
+    return Local(lambda: torch.autograd.grad(call(**inputs), inputs["h_MH"]), device, error, held_bytes)
 
 
 def _require_liger(device: str) -> None:

@@ -28,6 +28,7 @@ from eagle3_fast.model.config import parse_draft_config
 from eagle3_fast.model.draft import Draft
 from eagle3_fast.model.ttt import Objective, run_ttt
 from eagle3_fast.ops._dispatch import resolve
+from eagle3_fast.ops._heads import held_bytes
 from eagle3_fast.records import PackedBatch
 from eagle3_fast.testing.budget import assert_within_budget
 
@@ -47,7 +48,7 @@ def make(provider: str, case: Case, dtype: torch.dtype, device: str) -> Local:
     error = check(provider, dtype, device)
     require_memory(4 * (case.model.verifier_vocab + 2 * case.vocab) * case.model.hidden, device)
     draft = _shared_draft(case.preset, case.vocab, device)
-    return Local(step(provider, draft, packed_batch(case, dtype, device), case, dtype), device, error)
+    return Local(step(provider, draft, packed_batch(case, dtype, device), case, dtype), device, error, held_bytes)
 
 
 def step(impl: str, draft: Draft, batch: PackedBatch, case: Case, dtype: torch.dtype) -> Callable[[], list[Tensor]]:

@@ -44,17 +44,23 @@ class Measured(Protocol):
         """One turn: the durations of its timed calls."""
 
     def peak_mib(self) -> float | None:
-        """Most memory held during one call beyond what is held between calls; None where the system does not tell."""
+        """Most memory held during one call beyond its inputs (and a step's weights); None where the system does not tell."""
 
     def close(self) -> None: ...
 
 
 class Local:
-    """`call` timed and measured in this process, after one call to warm up."""
+    """`call` timed and measured in this process, after two calls to warm up.
 
-    def __init__(self, call: Callable[[], Any], device: str, error: float | None = None) -> None:
-        self.call, self.device, self.error = call, device, error
-        call()
+    held_bytes: what `call` keeps from one call to the next beyond its inputs; counted with its peak.
+    """
+
+    def __init__(
+        self, call: Callable[[], Any], device: str, error: float | None = None, held_bytes: Callable[[], int] = lambda: 0
+    ) -> None:
+        self.call, self.device, self.error, self.held_bytes = call, device, error, held_bytes
+        for _ in range(2):  # a head is packed when it comes back
+            call()
 
     def seconds(self) -> list[float]:
         if self.device != "cuda":
@@ -77,7 +83,8 @@ class Local:
             self.call()
             torch.cuda.synchronize()
             return (torch.cuda.max_memory_allocated() - before) / MIB
-        return _cpu_peak_mib(self.call)
+        peak = _cpu_peak_mib(self.call)
+        return None if peak is None else peak + self.held_bytes() / MIB
 
     def close(self) -> None:
         """Nothing is held but the inputs."""

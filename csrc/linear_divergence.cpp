@@ -67,9 +67,16 @@ struct Coefficients {
 
 // --- sweeps over one block ------------------------------------------------------------------------------------------------------
 
-EVERY_INSTRUCTION_SET void widen(const uint16_t* bf16, float* out, int64_t n) {
-#pragma omp simd
-  for (int64_t i = 0; i < n; ++i) out[i] = bits_as<float>(static_cast<uint32_t>(bf16[i]) << 16);
+// Returns the largest.
+EVERY_INSTRUCTION_SET float widen(const uint16_t* bf16, float* out, int64_t n) {
+  float result = -std::numeric_limits<float>::infinity();
+#pragma omp simd reduction(max : result)
+  for (int64_t i = 0; i < n; ++i) {
+    const float value = bits_as<float>(static_cast<uint32_t>(bf16[i]) << 16);
+    out[i] = value;
+    result = value > result ? value : result;
+  }
+  return result;
 }
 
 // Round to nearest, ties to even; NaN stays NaN, because a gradient that is not finite must be seen.
@@ -89,35 +96,35 @@ EVERY_INSTRUCTION_SET float largest(const float* x, int64_t n) {
   return result;
 }
 
-// sum e^(x - shift)
-EVERY_INSTRUCTION_SET float exp_sum(const float* x, float shift, int64_t n) {
-  float sum = 0;
-#pragma omp simd reduction(+ : sum)
-  for (int64_t i = 0; i < n; ++i) sum += vector_exp(x[i] - shift);
-  return sum;
-}
-
-// p = softmax(t); returns sum p log p
-EVERY_INSTRUCTION_SET float normalise(const float* t, Normaliser norm, float* p, int64_t n) {
-  float sum = 0;
-#pragma omp simd reduction(+ : sum)
+// powers = e^(t - shift); adds sum e^(t - shift), and sum e^(t - shift) (t - shift) over what does not vanish.
+EVERY_INSTRUCTION_SET void exponentials(const float* t, float shift, float* powers, int64_t n, double& exps, double& mean) {
+  float exp_part = 0, mean_part = 0;
+#pragma omp simd reduction(+ : exp_part, mean_part)
   for (int64_t i = 0; i < n; ++i) {
-    const float log_p = log_softmax(t[i], norm), probability = vector_exp(log_p);
-    p[i] = probability;
-    sum += probability > 0 ? probability * log_p : 0.0f;
+    const float x = t[i] - shift, power = vector_exp(x);
+    powers[i] = power;
+    exp_part += power;
+    mean_part += power > 0 ? power * x : 0.0f;
   }
-  return sum;
+  exps += exp_part;
+  mean += mean_part;
 }
 
-// sum e^(z - shift), and sum p (z - shift) where p > 0. `keep`: the exponentials stay where the logits were.
-EVERY_INSTRUCTION_SET void exp_sum_and_mean(float* z, float shift, const float* p, bool keep, int64_t n, double& exps, double& mean) {
+EVERY_INSTRUCTION_SET void multiply(float* x, float factor, int64_t n) {
+#pragma omp simd
+  for (int64_t i = 0; i < n; ++i) x[i] *= factor;
+}
+
+// powers = e^(z - shift), over z or elsewhere; adds sum e^(z - shift), and sum p (z - shift) where p > 0.
+EVERY_INSTRUCTION_SET void exponentials_and_mean(
+    const float* z, float shift, const float* p, float* powers, int64_t n, double& exps, double& mean) {
   float exp_part = 0, mean_part = 0;
 #pragma omp simd reduction(+ : exp_part, mean_part)
   for (int64_t i = 0; i < n; ++i) {
     const float x = z[i] - shift, power = vector_exp(x);
     exp_part += power;
     mean_part += p[i] > 0 ? p[i] * x : 0.0f;
-    z[i] = keep ? power : z[i];
+    powers[i] = power;
   }
   exps += exp_part;
   mean += mean_part;
@@ -175,26 +182,37 @@ ALWAYS_INLINE void in_blocks(int64_t size, const Sweep& sweep) {
   for (int64_t at = 0; at < size; at += kBlock) sweep(at, std::min(kBlock, size - at));
 }
 
-// The largest entry and the first place where it stands; place 0 in a row of NaN.
-std::pair<float, int64_t> first_largest(const float* x, int64_t size) {
+// Logits of a row as floats, their largest and the first place where it stands; place 0 in a row of NaN.
+struct Logits {
+  float* values;
+  float largest;
+  int64_t top1;
+};
+
+// `largest_of(at, n)`: the largest of values[at .. at + n].
+template <typename Largest>
+ALWAYS_INLINE Logits with_largest(float* values, int64_t size, const Largest& largest_of) {
   float best = -std::numeric_limits<float>::infinity();
   int64_t block = 0;
   in_blocks(size, [&](int64_t at, int64_t n) {
-    const float value = largest(x + at, n);
+    const float value = largest_of(at, n);
     if (value > best) best = value, block = at;
   });
-  const int64_t end = std::min(block + kBlock, size);
-  const float* place = std::find(x + block, x + end, best);
-  return {best, place == x + end ? 0 : place - x};
+  float* end = values + std::min(block + kBlock, size);
+  float* place = std::find(values + block, end, best);
+  return {values, best, place == end ? 0 : place - values};
 }
 
-VerifierRow verifier_row(const float* t, float* p, int64_t size) {
-  const auto [best, top1] = first_largest(t, size);
-  double exps = 0, negative_entropy = 0;
-  in_blocks(size, [&, best = best](int64_t at, int64_t n) { exps += exp_sum(t + at, best, n); });
-  const Normaliser norm{best, static_cast<float>(std::log(exps))};
-  in_blocks(size, [&](int64_t at, int64_t n) { negative_entropy += normalise(t + at, norm, p + at, n); });
-  return {t, p, norm, negative_entropy, top1};
+Logits with_largest(float* values, int64_t size) {
+  return with_largest(values, size, [&](int64_t at, int64_t n) { return largest(values + at, n); });
+}
+
+VerifierRow verifier_row(const Logits& t, float* p, int64_t size) {
+  double exps = 0, mean = 0;
+  in_blocks(size, [&](int64_t at, int64_t n) { exponentials(t.values + at, t.largest, p + at, n, exps, mean); });
+  const double log_exps = std::log(exps);
+  in_blocks(size, [&](int64_t at, int64_t n) { multiply(p + at, static_cast<float>(1 / exps), n); });
+  return {t.values, p, {t.largest, static_cast<float>(log_exps)}, mean / exps - log_exps, t.top1};
 }
 
 bool needs_sums(const float* weights) {
@@ -234,15 +252,19 @@ struct DraftRow {
   int64_t top1;
 };
 
-// Scores the draft logits z against a verifier row and writes the gradient, times `row_weight`, over them.
-DraftRow draft_row(float* z, const VerifierRow& verifier, const float* weights, float row_weight, int64_t size, float* terms) {
-  const auto [best, top1] = first_largest(z, size);
+// Scores draft logits against a verifier row and writes the gradient, times `row_weight`, over them, and to `rounded` where that is given.
+DraftRow draft_row(
+    const Logits& draft, const VerifierRow& verifier, const float* weights, float row_weight, int64_t size, float* terms, uint16_t* rounded) {
+  float* z = draft.values;
   const bool full = needs_sums(weights);
   const float target = z[verifier.top1];
   double exps = 0, mean = 0;
-  in_blocks(size, [&, best = best](int64_t at, int64_t n) { exp_sum_and_mean(z + at, best, verifier.p + at, !full, n, exps, mean); });
+  float unused[kBlock];  // a loop that stores nothing does not become vector code
+  in_blocks(size, [&](int64_t at, int64_t n) {
+    exponentials_and_mean(z + at, draft.largest, verifier.p + at, full ? unused : z + at, n, exps, mean);
+  });
   const double log_exps = std::log(exps);
-  const Normaliser norm{best, static_cast<float>(log_exps)};
+  const Normaliser norm{draft.largest, static_cast<float>(log_exps)};
   const float kl = static_cast<float>(std::max(0.0, verifier.negative_entropy - mean + log_exps));
   const float ce = -log_softmax(target, norm);
   Sums sums;
@@ -259,20 +281,32 @@ DraftRow draft_row(float* z, const VerifierRow& verifier, const float* weights, 
       full_gradient(z + at, norm, verifier.logits + at, verifier.norm, verifier.p + at, c, sums, n);
     else
       sums.overlap += simple_gradient(z + at, scale, verifier.p + at, c.draft, c.verifier, n);
+    if (verifier.top1 >= at && verifier.top1 < at + n) z[verifier.top1] -= c.best;
+    if (rounded != nullptr) narrow(z + at, rounded + at, n);
   });
-  z[verifier.top1] -= c.best;
   write_terms(terms, kl + static_cast<float>(broken), ce, sums);
-  return {norm.lse(), static_cast<float>(sums.overlap), top1};
+  return {norm.lse(), static_cast<float>(sums.overlap), draft.top1};
 }
 
 // --- the op ---------------------------------------------------------------------------------------------------------------------
 
-// A row as floats: the row itself, or a widened copy of it in `space`.
-float* as_floats(void* data, bool wide, int64_t row, int64_t stride, int64_t size, std::vector<float>& space) {
-  if (wide) return static_cast<float*>(data) + row * stride;
-  widen(static_cast<uint16_t*>(data) + row * stride, space.data(), size);
-  return space.data();
-}
+// A matrix of logits, float or bfloat16.
+struct Matrix {
+  void* data;
+  int64_t stride, size;
+  bool wide;
+
+  Matrix(const Tensor& logits)
+      : data(logits.data_ptr()), stride(logits.stride(0)), size(logits.size(1)), wide(logits.scalar_type() == ScalarType::Float) {}
+  uint16_t* rounded(int64_t row) const { return static_cast<uint16_t*>(data) + row * stride; }
+  // What `as_floats` needs.
+  std::vector<float> space() const { return std::vector<float>(wide ? 0 : size); }
+  // The row itself, or a widened copy of it in `space`.
+  Logits as_floats(int64_t row, std::vector<float>& space) const {
+    if (wide) return with_largest(static_cast<float*>(data) + row * stride, size);
+    return with_largest(space.data(), size, [&](int64_t at, int64_t n) { return widen(rounded(row) + at, space.data() + at, n); });
+  }
+};
 
 void cap(float* t, float centre, float softcap, int64_t size) {
   constexpr float masked = -std::numeric_limits<float>::infinity();
@@ -289,8 +323,8 @@ void row_divergence_(
     Tensor z, Tensor t, Tensor first, Tensor row_weight, Tensor kind_weights, Tensor verifier_centre, double softcap, bool form_gradient,
     Tensor terms,
     Tensor draft_top1, Tensor verifier_top1, Tensor overlap, Tensor draft_lse, Tensor verifier_lse) {
-  const bool wide = z.scalar_type() == ScalarType::Float;
-  STD_TORCH_CHECK(wide || z.scalar_type() == ScalarType::BFloat16, "row_divergence_: logits must be float32 or bfloat16");
+  STD_TORCH_CHECK(
+      z.scalar_type() == ScalarType::Float || z.scalar_type() == ScalarType::BFloat16, "row_divergence_: logits must be float32 or bfloat16");
   STD_TORCH_CHECK(t.scalar_type() == z.scalar_type() && t.size(1) == z.size(1), "row_divergence_: logits of two kinds");
   STD_TORCH_CHECK(z.stride(1) == 1 && t.stride(1) == 1, "row_divergence_: logits of a row must lie side by side");
   const int64_t drafts = z.size(0), targets = t.size(0);
@@ -302,8 +336,8 @@ void row_divergence_(
   check(draft_top1, ScalarType::Long, drafts, "draft_top1");
   check(verifier_top1, ScalarType::Long, targets, "verifier_top1");
 
-  const int64_t size = z.size(1), z_stride = z.stride(0), t_stride = t.stride(0);
-  void *z_data = z.data_ptr(), *t_data = t.data_ptr();
+  const Matrix draft(z), target(t);
+  const int64_t size = draft.size;
   const auto* starts = static_cast<const int32_t*>(first.data_ptr());
   const auto* weights = static_cast<const float*>(kind_weights.data_ptr());
   const auto* row_weights = static_cast<const float*>(row_weight.data_ptr());
@@ -318,17 +352,20 @@ void row_divergence_(
   auto* verifier_lse_out = static_cast<float*>(verifier_lse.data_ptr());
 
   torch::stable::parallel_for(0, targets, 1, [&](int64_t begin, int64_t end) {
-    std::vector<float> p(size), t_space(wide ? 0 : size), z_space(wide ? 0 : size);
+    std::vector<float> p(size), target_space = target.space(), draft_space = draft.space();
     for (int64_t row = begin; row < end; ++row) {
-      float* logits = as_floats(t_data, wide, row, t_stride, size, t_space);
-      if (softcap > 0) cap(logits, centres[row], static_cast<float>(softcap), size);
+      Logits logits = target.as_floats(row, target_space);
+      if (softcap > 0) {
+        cap(logits.values, centres[row], static_cast<float>(softcap), size);
+        logits = with_largest(logits.values, size);  // logits that the cap made equal tie
+      }
       const VerifierRow verifier = verifier_row(logits, p.data(), size);
       verifier_top1_out[row] = verifier.top1;
       verifier_lse_out[row] = verifier.norm.lse();
       for (int64_t m = starts[row]; m < starts[row + 1]; ++m) {
-        float* draft = as_floats(z_data, wide, m, z_stride, size, z_space);
-        const DraftRow result = draft_row(draft, verifier, weights, row_weights[m], size, terms_out + m * kKinds);
-        if (!wide && form_gradient) narrow(draft, static_cast<uint16_t*>(z_data) + m * z_stride, size);
+        uint16_t* rounded = draft.wide || !form_gradient ? nullptr : draft.rounded(m);
+        const DraftRow result =
+            draft_row(draft.as_floats(m, draft_space), verifier, weights, row_weights[m], size, terms_out + m * kKinds, rounded);
         draft_top1_out[m] = result.top1;
         overlap_out[m] = result.overlap;
         draft_lse_out[m] = result.lse;
@@ -339,17 +376,16 @@ void row_divergence_(
 
 // The first place of each row's largest entry.
 void row_top1_(Tensor x, Tensor top1) {
-  const bool wide = x.scalar_type() == ScalarType::Float;
-  STD_TORCH_CHECK(wide || x.scalar_type() == ScalarType::BFloat16, "row_top1_: logits must be float32 or bfloat16");
+  STD_TORCH_CHECK(
+      x.scalar_type() == ScalarType::Float || x.scalar_type() == ScalarType::BFloat16, "row_top1_: logits must be float32 or bfloat16");
   STD_TORCH_CHECK(x.stride(1) == 1, "row_top1_: logits of a row must lie side by side");
   STD_TORCH_CHECK(
       top1.scalar_type() == ScalarType::Long && top1.is_contiguous() && top1.numel() == x.size(0), "row_top1_: top1 must be int64, one a row");
-  const int64_t size = x.size(1), stride = x.stride(0);
-  void* data = x.data_ptr();
+  const Matrix logits(x);
   auto* out = static_cast<int64_t*>(top1.data_ptr());
   torch::stable::parallel_for(0, x.size(0), 1, [&](int64_t begin, int64_t end) {
-    std::vector<float> space(wide ? 0 : size);
-    for (int64_t row = begin; row < end; ++row) out[row] = first_largest(as_floats(data, wide, row, stride, size, space), size).second;
+    std::vector<float> space = logits.space();
+    for (int64_t row = begin; row < end; ++row) out[row] = logits.as_floats(row, space).top1;
   });
 }
 

@@ -21,15 +21,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from eagle3_fast.ops._heads import PackedHead, head_for
 from eagle3_fast.precision import arithmetic_dtype
 from eagle3_fast.reference import linear_divergence as reference
 
 KINDS = ("kl_div", "rkl", "jsd", "ce", "tv", "nla", "lk_hybrid")
 """Order of the divergences in the row pass's weights and terms."""
-CHUNK_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 27}
+CHUNK_ELEMENTS = {"cpu": 1 << 24, "packed": 1 << 22, "cuda": 1 << 27}
 """Draft logits held at a time. On a GPU the weight gradient's read-modify-write must stay small beside its product, which asks for
-some 4,096 rows at a vocabulary of 32,000; on a CPU five hundred rows give the products their full rate, and more fall out of the cache
-before the row pass comes back to them."""
+some 4,096 rows at a vocabulary of 32,000. On a CPU products with a packed head (`_heads`) have their full rate from a hundred rows on,
+which the row pass then finds in the cache; others need five hundred."""
 CHUNK_ROWS = {"cpu": (128, 2048), "cuda": (2048, 16384)}
 """Fewest and most rows of a chunk."""
 REFERENCE_ROWS = 128
@@ -89,7 +90,7 @@ def sweep(
 ) -> None:
     """Fill `results`; arguments are those of the op."""
     wide, dtype = results.terms.dtype, product_dtype(h, storage)
-    head, verifier_head = w.to(dtype), u.to(dtype)
+    head, verifier_head = head_for(w, dtype), head_for(u, dtype)
     centred = storage == "centred" and dtype == torch.bfloat16
     run = (
         _plain_rows(kinds, verifier_softcap)
@@ -97,29 +98,25 @@ def sweep(
         else _fused_rows(kinds, verifier_softcap, h.device, bool(results.grad_h.numel()))
     )
     results.grad_w.zero_()
-    cut = chunks(target_row, w.shape[0], storage, h.device)
-    # One buffer a side for all chunks: fresh memory for each would be touched for the first time by the product.
-    draft_space, verifier_space = (
-        head.new_empty(max((len(part) for part in parts), default=0), len(head))
-        for parts in ([chunk.rows for chunk in cut], [chunk.targets for chunk in cut])
-    )
-    for chunk in cut:
+    for chunk in chunks(target_row, w.shape[0], storage, h.device, isinstance(head, PackedHead)):
         verifier_rows, draft_rows, weight = t[chunk.targets].to(dtype), h[chunk.rows].to(dtype), row_weight[chunk.rows].to(wide)
         verifier_centre = draft_centre = torch.zeros((), dtype=wide, device=h.device)
         if centred and anchor is not None:
-            verifier_centre = _logit_at(verifier_rows, verifier_head, anchor[chunk.targets])
-        verifier_logits = _product(verifier_rows, verifier_head, verifier_centre, verifier_space)
+            verifier_centre = _logit_at(verifier_rows, verifier_head.weight, anchor[chunk.targets])
+        verifier_logits = verifier_head.logits(verifier_rows, verifier_centre)
         if centred:
-            draft_centre = _logit_at(draft_rows, head, _top1(verifier_logits)[chunk.place])
-        z = _product(draft_rows, head, draft_centre, draft_space)
+            draft_centre = _logit_at(draft_rows, head.weight, _top1(verifier_logits)[chunk.place])
+        z = head.logits(draft_rows, draft_centre)
         verifier_centre = verifier_centre.expand(len(chunk.targets))
         rows = run(z, verifier_logits, chunk, weight, verifier_centre)
         # Capped logits are whole again: the row pass has put their centre back.
         _store_rows(results, chunk.rows, rows, draft_centre, 0 if verifier_softcap else verifier_centre[chunk.place])
+        del verifier_logits
         if results.grad_h.numel():
-            results.grad_h[chunk.rows] = (z @ head).to(h.dtype)
+            results.grad_h[chunk.rows] = head.back(z).to(h.dtype)
         if results.grad_w.numel():
             add_head_gradient(results.grad_w, z, draft_rows)
+        del z  # before the next chunk's logits take their place
     weights = torch.tensor(list(kinds.values()), dtype=wide).to(h.device, non_blocking=True)
     weighted = row_weight.to(wide)[:, None] * results.terms * weights
     results.loss.copy_(weighted.masked_fill(row_weight[:, None] == 0, 0.0).sum())  # such a row may be infinitely far off
@@ -132,10 +129,11 @@ def product_dtype(h: Tensor, storage: str) -> torch.dtype:
     return arithmetic_dtype(h.dtype, h.device.type)
 
 
-def chunks(target_row: Tensor, vocabulary: int, storage: str, device: torch.device) -> list[Chunk]:
+def chunks(target_row: Tensor, vocabulary: int, storage: str, device: torch.device, packed: bool = False) -> list[Chunk]:
     """Cut the rows by their verifier rows, on the CPU; index tensors are sent to `device`."""
     fewest, most = CHUNK_ROWS.get(device.type, CHUNK_ROWS["cuda"])
-    size = max(fewest, min(most, CHUNK_ELEMENTS.get(device.type, CHUNK_ELEMENTS["cuda"]) // vocabulary))
+    elements = CHUNK_ELEMENTS["packed"] if packed else CHUNK_ELEMENTS.get(device.type, CHUNK_ELEMENTS["cuda"])
+    size = max(fewest, min(most, elements // vocabulary))
     cut = []
     for rows in target_row.argsort(stable=True).split(REFERENCE_ROWS if storage == "reference" else size):
         targets, index, counts = target_row[rows].unique_consecutive(return_inverse=True, return_counts=True)
@@ -152,14 +150,6 @@ def add_head_gradient(grad_w: Tensor, z: Tensor, h: Tensor) -> None:
     for rows, columns in zip(grad_w.split(HEAD_SLAB[z.device.type]), z.split(HEAD_SLAB[z.device.type], dim=1), strict=True):
         # The CPU library has no float32 result of bfloat16 factors: it rounds each chunk's product, though not the sum.
         rows += torch.ops.aten.mm.dtype(columns.T, h, grad_w.dtype) if z.is_cuda else columns.T @ h
-
-
-def _product(x: Tensor, head: Tensor, centre: Tensor, space: Tensor) -> Tensor:
-    """x head^T - centre of each row, in `space`. The GEMM adds the centre before it rounds, so a bfloat16 result is rounded once."""
-    out = space[: len(x)]
-    if centre.ndim == 0:
-        return torch.mm(x, head.T, out=out)
-    return torch.addmm((-centre).to(x.dtype)[:, None].expand_as(out), x, head.T, out=out)
 
 
 def _top1(logits: Tensor) -> Tensor:
