@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from presets import Case
-from torch import Tensor
+from torch import Tensor, nn
 
 from eagle3_fast.records import PackedBatch
 
@@ -71,11 +71,12 @@ def linear_divergence_inputs(case: Case, dtype: torch.dtype, device: str) -> dic
         return torch.randn(rows, size, generator=draw, dtype=dtype, device=device).mul_(std)
 
     t, head = normal(len(needed)), normal(case.vocab, 3 * size**-0.5)
+    draft_head, verifier_head = (nn.Parameter(x, requires_grad=False) for x in (head, head.clone()))
     return {
         "h_MH": normal(len(target_row), 0.3).add_(t[target_row.to(device)]).requires_grad_(),
-        "w_VH": head,
+        "w_VH": draft_head,
         "t_RG": t,
-        "u_VG": head.clone(),
+        "u_VG": verifier_head,
         "target_row_M": target_row,
         "row_weight_M": torch.full(target_row.shape, 1 / len(target_row), device=device),
         "anchor_R": torch.cat([(rows @ head.T).argmax(-1) for rows in t.split(1024)]),

@@ -50,7 +50,7 @@ class Measured(Protocol):
 
 
 class Local:
-    """`call` timed and measured in this process, after two calls to warm up.
+    """`call` timed and measured in this process, after one call to warm up.
 
     held_bytes: what `call` keeps from one call to the next beyond its inputs; counted with its peak.
     """
@@ -59,8 +59,7 @@ class Local:
         self, call: Callable[[], Any], device: str, error: float | None = None, held_bytes: Callable[[], int] = lambda: 0
     ) -> None:
         self.call, self.device, self.error, self.held_bytes = call, device, error, held_bytes
-        for _ in range(2):  # a head is packed when it comes back
-            call()
+        call()
 
     def seconds(self) -> list[float]:
         if self.device != "cuda":

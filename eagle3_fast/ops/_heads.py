@@ -1,9 +1,9 @@
 """A head's products in `linear_divergence`: logits of rows less a centre, and gradients of logits back to the hidden states.
 
 `Head` asks PyTorch's GEMM, which on a CPU lays the head out anew for its bfloat16 instructions with every chunk of rows. `PackedHead`
-keeps a head that does not change in that layout, one for each direction, with a column of ones through which the product itself
-takes off the centre. That saves a tenth of the time and gives full speed from a hundred rows on, so chunks can be small; it holds
-twice the head's memory (once for a verifier's head) as long as the head lives.
+keeps a frozen head in that layout, one for each direction, with a column of ones through which the product itself takes off the
+centre. That saves a tenth of the time and gives full speed from a hundred rows on, so chunks can be small; it holds twice the head's
+memory (once for a verifier's head) as long as the head lives. Float32 products gain nothing from it and are not packed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import cache
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -44,7 +44,7 @@ class Head:
 
 @dataclass
 class Layouts:
-    """A head's copies in oneDNN's layout, made when first needed, and what tells whether they still are copies."""
+    """A head's copies in oneDNN's layout, made when first needed, and the place and version of the head that they are copies of."""
 
     state: tuple[int, int]
     made: dict[str, Tensor] = field(default_factory=dict)
@@ -77,19 +77,17 @@ _layouts = WeakTensorKeyDictionary()
 
 
 def head_for(weight: Tensor, dtype: torch.dtype) -> Head:
-    """Products with `weight` in `dtype`: packed where the same frozen tensor comes back as it was the last time.
+    """Products with `weight` in `dtype`: packed where it is a frozen parameter, and anew where that has moved or changed.
 
-    A tensor made for one call, one that training moves, and one that ZeRO-3 gathers to a new place are not packed. Whether a tensor
-    has changed is told by its version, as autograd does: writing to its `.data` between two calls goes unseen.
+    Which of the two does not depend on earlier calls, so that a run that goes on after a stop computes what it would have computed.
+    A change is told by the version, as autograd does: writing to a parameter's `.data` in place between two calls goes unseen.
     """
-    if not _packable(weight, dtype):
+    if not _stays(weight) or weight.dtype != dtype or not packs(dtype):
         return Head(weight.to(dtype))
     state = weight.data_ptr(), weight._version
-    known = _layouts.get(weight)
-    if known is None or known.state != state:
+    if weight not in _layouts or _layouts[weight].state != state:
         _layouts[weight] = Layouts(state)
-        return Head(weight)
-    return PackedHead(weight, known)
+    return PackedHead(weight, _layouts[weight])
 
 
 def held_bytes() -> int:
@@ -97,14 +95,15 @@ def held_bytes() -> int:
     return sum(copy.numel() * copy.element_size() for layouts in _layouts.values() for copy in layouts.made.values())
 
 
-def _packable(weight: Tensor, dtype: torch.dtype) -> bool:
-    frozen = not weight.requires_grad and not weight.is_inference()  # an inference tensor has no version
-    return frozen and weight.device.type == "cpu" and weight.dtype == dtype == torch.bfloat16 and _packs_bfloat16()
+def _stays(weight: Tensor) -> bool:
+    """Whether the same weight will come back: a frozen parameter on the CPU, but not one of ZeRO-3, which gathers it for each call."""
+    parameter = isinstance(weight, nn.Parameter) and not weight.requires_grad and weight.device.type == "cpu"
+    return parameter and not weight.is_inference() and not hasattr(weight, "ds_id")  # an inference tensor has no version
 
 
 @cache
-def _packs_bfloat16() -> bool:
+def packs(dtype: torch.dtype) -> bool:
+    """Whether frozen heads of this dtype are packed on this CPU."""
     ops = torch.ops.mkldnn
-    return all(hasattr(ops, name) for name in ("_linear_pointwise", "_reorder_linear_weight")) and bool(
-        ops._is_mkldnn_bf16_supported()
-    )
+    known = all(hasattr(ops, name) for name in ("_linear_pointwise", "_reorder_linear_weight"))
+    return dtype == torch.bfloat16 and known and bool(ops._is_mkldnn_bf16_supported())

@@ -11,12 +11,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+import torch
+
 from eagle3_fast.config import DeepSpeedSection, RunConfig
 from eagle3_fast.model.config import DraftConfig
 from eagle3_fast.model.draft import Draft
 from eagle3_fast.ops._chunks import CHUNK_ELEMENTS, CHUNK_ROWS, REFERENCE_ROWS
+from eagle3_fast.ops._heads import PackedHead, packs
 from eagle3_fast.train.optim import build_optimizers
-from eagle3_fast.train.start import objective
+from eagle3_fast.train.start import objective, trains_head
 
 Stage = Literal[0, 1, 2, 3]
 
@@ -298,7 +301,7 @@ def _autocast_copies(draft: DraftConfig, weights: Weights, steps: int) -> int:
 
 def _head_gradients(draft: DraftConfig, config: RunConfig) -> int:
     """Gradients of a trained head, float32, formed by each call of the loss: one a step where a step reads the draft's own tokens."""
-    if config.engine.compat == "0.9":
+    if not trains_head(config):
         return 0
     calls = 1 if objective(config).teacher_forced else config.train.loss.ttt_steps
     return calls * WIDE * draft.draft_vocab_size * draft.transformer_layer_config.hidden_size
@@ -307,11 +310,12 @@ def _head_gradients(draft: DraftConfig, config: RunConfig) -> int:
 def workspace_bytes(draft: DraftConfig, config: RunConfig, setting: Setting) -> int:
     """One chunk of `linear_divergence` (`ops._chunks`): logits of draft and verifier rows, the rows themselves, and their gradient."""
     vocabulary, hidden, steps = draft.draft_vocab_size, draft.transformer_layer_config.hidden_size, config.train.loss.ttt_steps
-    plain = config.ops.impl == "reference"
-    item = WIDE if plain or config.ops.logits == "float32" else setting.item
+    plain, item = config.ops.impl == "reference", _logit_item(config, setting)
     forced = objective(config).teacher_forced
     fewest, most = CHUNK_ROWS[setting.device]
-    chunk = REFERENCE_ROWS if plain else max(fewest, min(most, CHUNK_ELEMENTS[setting.device] // vocabulary))
+    head_packed = _packs_heads(config, setting) and not trains_head(config)
+    elements = CHUNK_ELEMENTS["packed" if head_packed else setting.device]
+    chunk = REFERENCE_ROWS if plain else max(fewest, min(most, elements // vocabulary))
     chunk = min(chunk, config.train.data.total_seq_len * (steps if forced else 1))
     targets = min(chunk, -(-chunk // steps) + 1) if forced else chunk
     logits = item * (chunk + targets) * vocabulary + (PLAIN_ROW_TENSORS * item * chunk * vocabulary if plain else 0)
@@ -320,3 +324,23 @@ def workspace_bytes(draft: DraftConfig, config: RunConfig, setting: Setting) -> 
     formed = chunk * hidden * (3 * WIDE + item if centred else item)
     heads = 0 if item == setting.item else item * vocabulary * (hidden + draft.verifier_hidden_size)
     return logits + taken + formed + heads
+
+
+def packed_head_bytes(draft: DraftConfig, config: RunConfig, setting: Setting) -> int:
+    """Copies of frozen heads that a CPU keeps (`ops._heads`): the verifier's for its logits, the draft's for its own and for gradients."""
+    if not _packs_heads(config, setting):
+        return 0
+    hidden = draft.transformer_layer_config.hidden_size
+    columns = draft.verifier_hidden_size + PackedHead.SPARE
+    if not trains_head(config):
+        columns += 2 * hidden + PackedHead.SPARE
+    return setting.item * draft.draft_vocab_size * columns
+
+
+def _packs_heads(config: RunConfig, setting: Setting) -> bool:
+    here = setting.device == "cpu" and setting.stage < 3
+    return here and _logit_item(config, setting) == 2 and packs(torch.bfloat16)
+
+
+def _logit_item(config: RunConfig, setting: Setting) -> int:
+    return WIDE if config.ops.impl == "reference" or config.ops.logits == "float32" else setting.item

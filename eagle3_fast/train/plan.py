@@ -31,11 +31,12 @@ from eagle3_fast.train.footprint import (
     Stage,
     batch_bytes,
     moments,
+    packed_head_bytes,
     resting,
     update_bytes,
     weigh,
 )
-from eagle3_fast.train.start import new_draft_config, with_aux_layers
+from eagle3_fast.train.start import new_draft_config, trains_head, with_aux_layers
 
 GIB = 2**30
 UNITS = {"MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -57,12 +58,13 @@ class Footprint:
     batch: int
     moment: Moment  # the fullest of a packed batch
     update: int  # what an optimizer step makes and drops
+    packed_heads: int  # on CPUs
     verifier: int  # the whole verifier, where hidden states are computed while training
 
     @property
     def total(self) -> int:
         rest = self.resting
-        held = rest.frozen + rest.parameters + rest.gradients + rest.masters + rest.optimizer + self.batch + self.verifier
+        held = rest.frozen + rest.parameters + rest.gradients + rest.masters + rest.optimizer + self.batch + self.packed_heads + self.verifier
         return held + max(rest.gathered + self.moment.total, self.update)
 
 
@@ -74,7 +76,7 @@ class Estimate:
         shape = verifier_shape(section.verifier_name_or_path, section.trust_remote_code)
         self.config, self.draft = config, planned_draft(config, shape)
         with torch.device("meta"):
-            self.weights = weigh(Draft(self.draft, train_head=config.engine.compat == "0.3"), config, item)
+            self.weights = weigh(Draft(self.draft, train_head=trains_head(config)), config, item)
         here = online and not config.train.generation.vllm_endpoint
         self.verifier = item * _verifier_parameters(shape, section.trust_remote_code) if here else 0
 
@@ -87,6 +89,7 @@ class Estimate:
             batch_bytes(self.draft, config, setting),
             max(moments(self.draft, self.weights, config, setting), key=lambda moment: moment.total),
             update_bytes(self.weights, setting),
+            packed_head_bytes(self.draft, config, setting),
             self.verifier,
         )
 

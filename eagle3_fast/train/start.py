@@ -32,7 +32,7 @@ def start_draft(config: RunConfig) -> Draft:
     shape = verifier_shape(config.train.verifier.verifier_name_or_path, config.train.verifier.trust_remote_code)
     mapping = load_mapping(config, shape.vocab_size)
     draft_config = planned_config(config, shape, mapping)
-    draft = Draft(draft_config, train_head=config.engine.compat == "0.3")
+    draft = Draft(draft_config, train_head=trains_head(config))
     draft.initialise(config.train.seed)
     draft.recompute(config.engine.recompute)
     warm = Path(section.from_pretrained) / "model.safetensors" if section.from_pretrained else None
@@ -47,6 +47,11 @@ def start_draft(config: RunConfig) -> Draft:
         load_tensors(draft, tensors, str(warm), missing_ok=(*_verifier_names(draft), *absent_ok))
         logger.info("draft: weights of %s", warm)
     return draft
+
+
+def trains_head(config: RunConfig) -> bool:
+    """Whether the draft's head is trained, as speculators 0.3 does, or stays the verifier's."""
+    return config.engine.compat == "0.3"
 
 
 def objective(config: RunConfig) -> Objective:

@@ -1,4 +1,4 @@
-"""Products with a head: the centre goes in before rounding, and a frozen head is packed once it comes back unchanged."""
+"""Products with a head: the centre goes in before rounding, and a frozen head is packed until it moves or changes."""
 
 from __future__ import annotations
 
@@ -7,13 +7,27 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch import nn
 
 from eagle3_fast.ops import _heads, linear_divergence
 from eagle3_fast.ops._heads import Head, Layouts, PackedHead, head_for, held_bytes
 from eagle3_fast.testing.cases import LINEAR_DIVERGENCE, LinearDivergenceCase
 
-packs = pytest.mark.skipif(not _heads._packs_bfloat16(), reason="oneDNN has no bfloat16 products on this CPU")
-HEADS = [Head, pytest.param(lambda weight: PackedHead(weight, Layouts((0, 0))), marks=packs)]
+bfloat16_packs = pytest.mark.skipif(not _heads.packs(torch.bfloat16), reason="oneDNN has no bfloat16 products on this CPU")
+HEADS = [Head, pytest.param(lambda weight: PackedHead(weight, Layouts((0, 0))), marks=bfloat16_packs)]
+
+
+@pytest.fixture
+def packed_dtype(monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
+    """What is packed: bfloat16, or for the test's sake float32 on a CPU without bfloat16 products."""
+    if _heads.packs(torch.bfloat16):
+        return torch.bfloat16
+    monkeypatch.setattr(_heads, "packs", lambda dtype: dtype == torch.float32)
+    return torch.float32
+
+
+def frozen(*shape: int, dtype: torch.dtype) -> nn.Parameter:
+    return nn.Parameter(torch.randn(*shape, dtype=dtype), requires_grad=False)
 
 
 @pytest.mark.parametrize("make", HEADS, ids=["plain", "packed"])
@@ -26,13 +40,12 @@ def test_logits_lose_the_centre_before_they_are_rounded(make: Callable[[torch.Te
     assert (small @ ones.T).item() == 1.0
 
 
-@packs
 @pytest.mark.parametrize("rows", [1, 3, 130])
 @pytest.mark.parametrize(("vocabulary", "hidden"), [(320, 64), (77, 33), (1, 1)])
-def test_packed_products_are_the_plain_ones(rows: int, vocabulary: int, hidden: int) -> None:
+def test_packed_products_are_the_plain_ones(packed_dtype: torch.dtype, rows: int, vocabulary: int, hidden: int) -> None:
     draw = torch.Generator().manual_seed(0)
     weight, x, grad = (
-        torch.randn(*shape, generator=draw).bfloat16() for shape in ((vocabulary, hidden), (rows, hidden), (rows, vocabulary))
+        torch.randn(*shape, generator=draw).to(packed_dtype) for shape in ((vocabulary, hidden), (rows, hidden), (rows, vocabulary))
     )
     centre = torch.randn(rows, generator=draw).bfloat16().float()
     plain, packed = Head(weight), PackedHead(weight, Layouts((0, 0)))
@@ -44,62 +57,67 @@ def test_packed_products_are_the_plain_ones(rows: int, vocabulary: int, hidden: 
         assert torch.allclose(head.back(grad).double(), grad.double() @ weight.double(), rtol=2**-8, atol=1e-4)
 
 
-@packs
-def test_a_frozen_head_is_packed_when_it_comes_back_and_again_when_it_has_changed() -> None:
-    weight, x = torch.randn(64, 16).bfloat16(), torch.randn(3, 16).bfloat16()
-    assert [type(head_for(weight, torch.bfloat16)) for _ in range(3)] == [Head, PackedHead, PackedHead]
-    head_for(weight, torch.bfloat16).logits(x, torch.zeros(()))
-    weight.mul_(2)
-    assert [type(head_for(weight, torch.bfloat16)) for _ in range(2)] == [Head, PackedHead]
-    logits = head_for(weight, torch.bfloat16).logits(x, torch.zeros(()))
-    assert torch.equal(logits, x @ weight.T)
-
-
-@pytest.mark.parametrize(
-    "weight",
-    [torch.randn(64, 16), torch.randn(64, 16).bfloat16().requires_grad_(), torch.randn(64, 16, device="meta").bfloat16()],
-    ids=["float32", "trainable", "elsewhere"],
-)
-def test_other_heads_are_not_packed(weight: torch.Tensor) -> None:
-    assert [type(head_for(weight, torch.bfloat16)) for _ in range(3)] == [Head] * 3
-
-
-def test_a_head_of_inference_mode_is_not_packed() -> None:
-    with torch.inference_mode():
-        weight = torch.randn(64, 16).bfloat16()
-    assert [type(head_for(weight, torch.bfloat16)) for _ in range(3)] == [Head] * 3
-
-
-@packs
-def test_packed_copies_go_with_their_head() -> None:
-    gc.collect()
-    before = held_bytes()
-    weight = torch.randn(64, 16).bfloat16()
+@pytest.mark.parametrize("change", ["values", "place"])
+def test_a_frozen_head_is_packed_once_and_again_when_it_changes(packed_dtype: torch.dtype, change: str) -> None:
+    weight, x = frozen(64, 16, dtype=packed_dtype), torch.randn(3, 16).to(packed_dtype)
     for _ in range(2):
-        head = head_for(weight, torch.bfloat16)
-    head.logits(torch.randn(3, 16).bfloat16(), torch.zeros(()))
-    assert held_bytes() - before == 2 * 64 * (16 + PackedHead.SPARE)
-    head.back(torch.randn(3, 64).bfloat16())
-    assert held_bytes() - before == 2 * 64 * (16 + PackedHead.SPARE) + 2 * 64 * 16
+        head_for(weight, packed_dtype).logits(x, torch.zeros(()))
+    made = head_for(weight, packed_dtype).made
+    assert made == head_for(weight, packed_dtype).made != {}
+    if change == "values":
+        weight.mul_(2)
+    else:
+        weight.data = 2 * weight.data
+    head = head_for(weight, packed_dtype)
+    assert head.made == {}
+    assert torch.allclose(head.logits(x, torch.zeros(())).float(), (x @ weight.T).float(), rtol=2**-7, atol=1e-5)
+
+
+def test_what_will_not_come_back_as_it_was_is_not_packed(packed_dtype: torch.dtype) -> None:
+    gathered = frozen(64, 16, dtype=packed_dtype)
+    gathered.ds_id = 0
+    with torch.inference_mode():
+        inferred = frozen(64, 16, dtype=packed_dtype)
+    trained, elsewhere = nn.Parameter(torch.randn(64, 16, dtype=packed_dtype)), frozen(64, 16, dtype=packed_dtype).to("meta")
+    for weight in (gathered, inferred, trained, elsewhere, torch.randn(64, 16, dtype=packed_dtype)):
+        assert type(head_for(weight, packed_dtype)) is Head
+    assert type(head_for(frozen(64, 16, dtype=torch.float64), torch.float64)) is Head
+    assert type(head_for(frozen(64, 16, dtype=packed_dtype), torch.float64)) is Head
+
+
+def test_packed_copies_go_with_their_head(packed_dtype: torch.dtype) -> None:
+    gc.collect()
+    before, item = held_bytes(), packed_dtype.itemsize
+    weight = frozen(64, 16, dtype=packed_dtype)
+    head = head_for(weight, packed_dtype)
+    head.logits(torch.randn(3, 16).to(packed_dtype), torch.zeros(()))
+    assert held_bytes() - before == item * 64 * (16 + PackedHead.SPARE)
+    head.back(torch.randn(3, 64).to(packed_dtype))
+    assert held_bytes() - before == item * 64 * (16 + PackedHead.SPARE) + item * 64 * 16
     del weight, head
     gc.collect()
     assert held_bytes() == before
 
 
-@packs
 @pytest.mark.parametrize("case", LINEAR_DIVERGENCE, ids=lambda case: case.name)
-def test_the_op_gives_the_same_packed_or_not(case: LinearDivergenceCase, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small chunks too, so that heads are packed in one and used in the next."""
+def test_the_op_gives_the_same_packed_or_not(
+    case: LinearDivergenceCase, packed_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Small chunks too, so that heads are packed in one and used in the next; twice, with the same bits."""
     monkeypatch.setattr("eagle3_fast.precision.cpu_multiplies_bfloat16", lambda: True)
     monkeypatch.setattr("eagle3_fast.ops._chunks.CHUNK_ROWS", {"cpu": (7, 7), "cuda": (7, 7)})
-    inputs = {name: value.detach() for name, value in case.inputs(torch.bfloat16).items()}
+    inputs = {name: value.detach() for name, value in case.inputs(packed_dtype).items()}
     inputs["anchor_R"] = torch.arange(case.targets) % (case.vocab + 1) - 1
     h = inputs.pop("h_MH").requires_grad_()
+    heads = {name: nn.Parameter(inputs[name], requires_grad=False) for name in ("w_VH", "u_VG")}
     before = held_bytes()
-    results = [linear_divergence(h_MH=h, **inputs, kinds={"kl_div": 1.0, "tv": 0.5}) for _ in range(3)]
-    gradients = [torch.autograd.grad(result.loss, h)[0].float() for result in results]
+    plain, *packed = (
+        linear_divergence(h_MH=h, **(inputs | own), kinds={"kl_div": 1.0, "tv": 0.5}) for own in ({}, heads, heads)
+    )
+    gradient, *gradients = (torch.autograd.grad(result.loss, h)[0].float() for result in (plain, *packed))
     assert held_bytes() > before or not case.rows
-    for result, gradient in zip(results[1:], gradients[1:], strict=True):
-        assert torch.allclose(result.terms_ME, results[0].terms_ME, rtol=2**-6, atol=1e-3)
-        assert torch.allclose(result.draft_lse_M, results[0].draft_lse_M, rtol=2**-8, atol=1e-3)
-        assert (gradient - gradients[0]).norm() <= 0.02 * gradients[0].norm()
+    assert torch.equal(gradients[0], gradients[1])
+    for result in packed:
+        assert torch.allclose(result.terms_ME, plain.terms_ME, rtol=2**-6, atol=1e-3)
+        assert torch.allclose(result.draft_lse_M, plain.draft_lse_M, rtol=2**-8, atol=1e-3)
+    assert (gradients[0] - gradient).norm() <= 0.02 * gradient.norm()

@@ -22,12 +22,13 @@ from eagle3_fast.errors import InputError
 from eagle3_fast.files import write_json
 from eagle3_fast.model.draft import Draft
 from eagle3_fast.model.ttt import plan_rows, run_ttt
+from eagle3_fast.ops._heads import held_bytes
 from eagle3_fast.records import PackedBatch
 from eagle3_fast.train import plan as planning
 from eagle3_fast.train.footprint import Setting
 from eagle3_fast.train.optim import build_optimizers
 from eagle3_fast.train.plan import Estimate, parse_bytes, plan, recommendation, warn_if_too_big
-from eagle3_fast.train.start import objective
+from eagle3_fast.train.start import objective, trains_head
 
 ROOT = Path(__file__).parents[2]
 VERIFIERS = Path(__file__).parent / "verifier_configs"
@@ -121,6 +122,8 @@ def measure(folder: Path, case: dict[str, Any]) -> dict[str, int]:
     return {
         "activations": activations,
         "planned activations": found.moment.total,
+        "packed heads": held_bytes(),
+        "planned packed heads": found.packed_heads,
         "optimizer": states,
         "planned optimizer": found.resting.optimizer,
         "update": passing,
@@ -134,7 +137,7 @@ def measure(folder: Path, case: dict[str, Any]) -> dict[str, int]:
 
 def _in_dtype(estimate: Estimate, config: RunConfig) -> Draft:
     """A draft with its frozen parts in the run's dtype, as `train.start` places them."""
-    draft = Draft(estimate.draft, train_head=config.engine.compat == "0.3")
+    draft = Draft(estimate.draft, train_head=trains_head(config))
     draft.initialise(0)
     draft.recompute(config.engine.recompute)
     draft.t2d[: estimate.draft.draft_vocab_size] = True
@@ -185,7 +188,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, in
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("what", ["activations", "optimizer", "update", "gradients", "frozen and trained"])
+@pytest.mark.parametrize("what", ["activations", "packed heads", "optimizer", "update", "gradients", "frozen and trained"])
 @pytest.mark.parametrize("case", MEASURED)
 def test_a_step_holds_what_was_planned(measured: dict[str, dict[str, int]], case: str, what: str) -> None:
     found = measured[case]
