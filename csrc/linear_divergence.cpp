@@ -1,6 +1,6 @@
 // CPU row pass of `linear_divergence`: from logits of draft and verifier to the divergences and their gradient in the draft logits.
 //
-// The op's chunk loop (eagle3_fast/ops/linear_divergence.py) does the products with the library's GEMMs; here each verifier row is
+// The op's chunk loop (eagle3_fast/ops/_chunks.py) leaves the products to the libraries (_heads.py); here each verifier row is
 // normalised once and serves all draft rows scored against it, and the gradient is written over the draft logits. A row is swept in
 // blocks that stay in the first cache; sums of a block are floats, sums of blocks doubles. Formulas: eagle3_fast/reference.
 //

@@ -64,7 +64,16 @@ class Footprint:
     @property
     def total(self) -> int:
         rest = self.resting
-        held = rest.frozen + rest.parameters + rest.gradients + rest.masters + rest.optimizer + self.batch + self.packed_heads + self.verifier
+        held = (
+            rest.frozen
+            + rest.parameters
+            + rest.gradients
+            + rest.masters
+            + rest.optimizer
+            + self.batch
+            + self.packed_heads
+            + self.verifier
+        )
         return held + max(rest.gathered + self.moment.total, self.update)
 
 

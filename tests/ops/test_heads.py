@@ -111,9 +111,7 @@ def test_the_op_gives_the_same_packed_or_not(
     h = inputs.pop("h_MH").requires_grad_()
     heads = {name: nn.Parameter(inputs[name], requires_grad=False) for name in ("w_VH", "u_VG")}
     before = held_bytes()
-    plain, *packed = (
-        linear_divergence(h_MH=h, **(inputs | own), kinds={"kl_div": 1.0, "tv": 0.5}) for own in ({}, heads, heads)
-    )
+    plain, *packed = (linear_divergence(h_MH=h, **(inputs | own), kinds={"kl_div": 1.0, "tv": 0.5}) for own in ({}, heads, heads))
     gradient, *gradients = (torch.autograd.grad(result.loss, h)[0].float() for result in (plain, *packed))
     assert held_bytes() > before or not case.rows
     assert torch.equal(gradients[0], gradients[1])
