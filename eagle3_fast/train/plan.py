@@ -64,16 +64,8 @@ class Footprint:
     @property
     def total(self) -> int:
         rest = self.resting
-        held = (
-            rest.frozen
-            + rest.parameters
-            + rest.gradients
-            + rest.masters
-            + rest.optimizer
-            + self.batch
-            + self.packed_heads
-            + self.verifier
-        )
+        resting = rest.frozen + rest.parameters + rest.gradients + rest.masters + rest.optimizer
+        held = resting + self.batch + self.packed_heads + self.verifier
         return held + max(rest.gathered + self.moment.total, self.update)
 
 
