@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -77,8 +77,9 @@ def make(provider: str, case: Case, dtype: torch.dtype, device: str) -> Local:
     error = check(call, dtype, device, rounds_logits=provider == "plain" and dtype == torch.bfloat16)
     require_memory(COPIES.get(provider, 0) * 4 * len(scored_rows(case)[1]) * case.vocab, device)
     inputs = linear_divergence_inputs(case, dtype, device)
+    heads = (inputs["w_VH"], inputs["u_VG"]) if provider == "fused" else ()
     inputs = inputs if provider == "fused" else without_hints(inputs)
-    return Local(lambda: torch.autograd.grad(call(**inputs), inputs["h_MH"]), device, error, held_bytes)
+    return Local(lambda: torch.autograd.grad(call(**inputs), inputs["h_MH"]), device, error, partial(held_bytes, *heads))
 
 
 def _require_liger(device: str) -> None:

@@ -90,9 +90,10 @@ def head_for(weight: Tensor, dtype: torch.dtype) -> Head:
     return PackedHead(weight, _layouts[weight])
 
 
-def held_bytes() -> int:
-    """Memory of all packed heads that are alive."""
-    return sum(copy.numel() * copy.element_size() for layouts in _layouts.values() for copy in layouts.made.values())
+def held_bytes(*heads: Tensor) -> int:
+    """Memory of the packed copies of these heads."""
+    made = [copy for head in heads if head in _layouts for copy in _layouts[head].made.values()]
+    return sum(copy.numel() * copy.element_size() for copy in made)
 
 
 def _stays(weight: Tensor) -> bool:

@@ -122,7 +122,7 @@ def measure(folder: Path, case: dict[str, Any]) -> dict[str, int]:
     return {
         "activations": activations,
         "planned activations": found.moment.total,
-        "packed heads": held_bytes(),
+        "packed heads": held_bytes(draft.lm_head.weight, draft.verifier_lm_head.weight),
         "planned packed heads": found.packed_heads,
         "optimizer": states,
         "planned optimizer": found.resting.optimizer,
