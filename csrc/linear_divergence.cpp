@@ -110,9 +110,16 @@ EVERY_INSTRUCTION_SET void exponentials(const float* t, float shift, float* powe
   mean += mean_part;
 }
 
-EVERY_INSTRUCTION_SET void multiply(float* x, float factor, int64_t n) {
+// A probability from e^(x - largest). Zero instead of a denormal, by which the quotients below would overflow. Both distributions go
+// through here: where they are equal, so are their probabilities, and the sign of their difference is not one of rounding.
+ALWAYS_INLINE float probability(float power, float scale) {
+  const float p = power * scale;
+  return p < std::numeric_limits<float>::min() ? 0.0f : p;
+}
+
+EVERY_INSTRUCTION_SET void to_probabilities(float* powers, float scale, int64_t n) {
 #pragma omp simd
-  for (int64_t i = 0; i < n; ++i) x[i] *= factor;
+  for (int64_t i = 0; i < n; ++i) powers[i] = probability(powers[i], scale);
 }
 
 // powers = e^(z - shift), over z or elsewhere; adds sum e^(z - shift), and sum p (z - shift) where p > 0.
@@ -131,11 +138,12 @@ EVERY_INSTRUCTION_SET void exponentials_and_mean(
 }
 
 EVERY_INSTRUCTION_SET void add_sums(
-    const float* z, Normaliser norm, const float* t, Normaliser verifier_norm, const float* p, int64_t n, Sums& sums) {
+    const float* z, Normaliser norm, const float* q_powers, float scale, const float* t, Normaliser verifier_norm, const float* p,
+    int64_t n, Sums& sums) {
   float overlap = 0, below = 0, reverse = 0, draft_mean = 0, verifier_mean = 0;
 #pragma omp simd reduction(+ : overlap, below, reverse, draft_mean, verifier_mean)
   for (int64_t i = 0; i < n; ++i) {
-    const float log_q = log_softmax(z[i], norm), q = vector_exp(log_q), log_p = log_softmax(t[i], verifier_norm);
+    const float q = probability(q_powers[i], scale), log_q = log_softmax(z[i], norm), log_p = log_softmax(t[i], verifier_norm);
     overlap += q < p[i] ? q : p[i];
     below += q <= p[i] ? q : 0.0f;
     reverse += q > 0 ? q * (log_q - log_p) : 0.0f;
@@ -154,7 +162,7 @@ EVERY_INSTRUCTION_SET float simple_gradient(float* powers, float scale, const fl
   float overlap = 0;
 #pragma omp simd reduction(+ : overlap)
   for (int64_t i = 0; i < n; ++i) {
-    const float q = powers[i] * scale;
+    const float q = probability(powers[i], scale);
     overlap += q < p[i] ? q : p[i];
     powers[i] = draft * q - verifier * p[i];
   }
@@ -162,12 +170,13 @@ EVERY_INSTRUCTION_SET float simple_gradient(float* powers, float scale, const fl
 }
 
 EVERY_INSTRUCTION_SET void full_gradient(
-    float* z, Normaliser norm, const float* t, Normaliser verifier_norm, const float* p, Coefficients c, Sums sums, int64_t n) {
+    float* z, Normaliser norm, const float* q_powers, float scale, const float* t, Normaliser verifier_norm, const float* p,
+    Coefficients c, Sums sums, int64_t n) {
   const float below_sum = static_cast<float>(sums.below), kl_reverse = static_cast<float>(sums.reverse);
   const float draft_mean = static_cast<float>(sums.draft_mean);
 #pragma omp simd
   for (int64_t i = 0; i < n; ++i) {
-    const float log_q = log_softmax(z[i], norm), q = vector_exp(log_q), log_p = log_softmax(t[i], verifier_norm);
+    const float q = probability(q_powers[i], scale), log_q = log_softmax(z[i], norm), log_p = log_softmax(t[i], verifier_norm);
     const float reverse = c.reverse != 0 ? c.reverse * (log_q - log_p - kl_reverse) : 0.0f;
     const float mean = c.mean != 0 ? c.mean * (draft_mean - vector_log1p(p[i] / q)) : 0.0f;
     const float inner = c.draft + reverse + mean + c.below * (below_sum - (q <= p[i] ? 1.0f : 0.0f));
@@ -211,7 +220,7 @@ VerifierRow verifier_row(const Logits& t, float* p, int64_t size) {
   double exps = 0, mean = 0;
   in_blocks(size, [&](int64_t at, int64_t n) { exponentials(t.values + at, t.largest, p + at, n, exps, mean); });
   const double log_exps = std::log(exps);
-  in_blocks(size, [&](int64_t at, int64_t n) { multiply(p + at, static_cast<float>(1 / exps), n); });
+  in_blocks(size, [&](int64_t at, int64_t n) { to_probabilities(p + at, static_cast<float>(1 / exps), n); });
   return {t.values, p, {t.largest, static_cast<float>(log_exps)}, mean / exps - log_exps, t.top1};
 }
 
@@ -253,16 +262,18 @@ struct DraftRow {
 };
 
 // Scores draft logits against a verifier row and writes the gradient, times `row_weight`, over them, and to `rounded` where that is given.
+// `powers` holds e^(z - largest) where logits are needed beside them; it is the logits' own place where they are not.
 DraftRow draft_row(
-    const Logits& draft, const VerifierRow& verifier, const float* weights, float row_weight, int64_t size, float* terms, uint16_t* rounded) {
+    const Logits& draft, const VerifierRow& verifier, const float* weights, float row_weight, int64_t size, float* powers, float* terms,
+    uint16_t* rounded) {
   float* z = draft.values;
-  const bool full = needs_sums(weights);
+  const bool full = powers != z;
   const float target = z[verifier.top1];
   double exps = 0, mean = 0;
-  float unused[kBlock];  // a loop that stores nothing does not become vector code
   in_blocks(size, [&](int64_t at, int64_t n) {
-    exponentials_and_mean(z + at, draft.largest, verifier.p + at, full ? unused : z + at, n, exps, mean);
+    exponentials_and_mean(z + at, draft.largest, verifier.p + at, powers + at, n, exps, mean);
   });
+  const float scale = static_cast<float>(1 / exps);
   const double log_exps = std::log(exps);
   const Normaliser norm{draft.largest, static_cast<float>(log_exps)};
   const float kl = static_cast<float>(std::max(0.0, verifier.negative_entropy - mean + log_exps));
@@ -272,16 +283,18 @@ DraftRow draft_row(
   const double broken = 0.0 * (norm.log_sum + verifier.norm.log_sum);
   sums.overlap = sums.draft_mean = sums.reverse = broken;
   if (full)
-    in_blocks(size, [&](int64_t at, int64_t n) { add_sums(z + at, norm, verifier.logits + at, verifier.norm, verifier.p + at, n, sums); });
+    in_blocks(size, [&](int64_t at, int64_t n) {
+      add_sums(z + at, norm, powers + at, scale, verifier.logits + at, verifier.norm, verifier.p + at, n, sums);
+    });
   Coefficients c = coefficients(weights, sums);
   for (float* value : {&c.draft, &c.reverse, &c.mean, &c.below, &c.verifier, &c.best}) *value *= row_weight;
-  const float scale = static_cast<float>(1 / exps);
   in_blocks(size, [&](int64_t at, int64_t n) {
     if (full)
-      full_gradient(z + at, norm, verifier.logits + at, verifier.norm, verifier.p + at, c, sums, n);
+      full_gradient(z + at, norm, powers + at, scale, verifier.logits + at, verifier.norm, verifier.p + at, c, sums, n);
     else
       sums.overlap += simple_gradient(z + at, scale, verifier.p + at, c.draft, c.verifier, n);
     if (verifier.top1 >= at && verifier.top1 < at + n) z[verifier.top1] -= c.best;
+    if (row_weight == 0) std::fill_n(z + at, n, 0.0f);  // what adds nothing may be broken
     if (rounded != nullptr) narrow(z + at, rounded + at, n);
   });
   write_terms(terms, kl + static_cast<float>(broken), ce, sums);
@@ -352,7 +365,7 @@ void row_divergence_(
   auto* verifier_lse_out = static_cast<float*>(verifier_lse.data_ptr());
 
   torch::stable::parallel_for(0, targets, 1, [&](int64_t begin, int64_t end) {
-    std::vector<float> p(size), target_space = target.space(), draft_space = draft.space();
+    std::vector<float> p(size), target_space = target.space(), draft_space = draft.space(), powers(needs_sums(weights) ? size : 0);
     for (int64_t row = begin; row < end; ++row) {
       Logits logits = target.as_floats(row, target_space);
       if (softcap > 0) {
@@ -364,8 +377,10 @@ void row_divergence_(
       verifier_lse_out[row] = verifier.norm.lse();
       for (int64_t m = starts[row]; m < starts[row + 1]; ++m) {
         uint16_t* rounded = draft.wide || !form_gradient ? nullptr : draft.rounded(m);
-        const DraftRow result =
-            draft_row(draft.as_floats(m, draft_space), verifier, weights, row_weights[m], size, terms_out + m * kKinds, rounded);
+        const Logits scored = draft.as_floats(m, draft_space);
+        const DraftRow result = draft_row(
+            scored, verifier, weights, row_weights[m], size, powers.empty() ? scored.values : powers.data(), terms_out + m * kKinds,
+            rounded);
         draft_top1_out[m] = result.top1;
         overlap_out[m] = result.overlap;
         draft_lse_out[m] = result.lse;

@@ -222,7 +222,8 @@ def _sums(
             kl_q_mean += _by_fours(tl.where(q > 0, q * _log_over_mean(log_q, log_p), 0.0), BLOCK)
         if STORE:
             g = (kl_weight + ce_weight) * q - kl_weight * p - tl.where(columns == p_top1, ce_weight, 0.0)
-            tl.store(z_row + columns, (weight * g).to(z_row.dtype.element_ty), mask=columns < vocab)
+            g = tl.where(weight == 0, 0.0, weight * g)  # what adds nothing may be broken
+            tl.store(z_row + columns, g.to(z_row.dtype.element_ty), mask=columns < vocab)
     return tl.sum(kl, 0), tl.sum(rkl, 0), tl.sum(kl_p_mean, 0), tl.sum(kl_q_mean, 0), tl.sum(shared, 0), tl.sum(below, 0)
 
 
@@ -249,7 +250,8 @@ def _store_gradient(
             slope += C * (tl.where(q > 0, _log_over_mean(log_q, log_p), 0.0) - kl_q_mean)
         slope -= tl.where(q <= p, T, 0.0)
         g = q * slope - P * p - tl.where(columns == p_top1, E, 0.0)
-        tl.store(z_row + columns, (weight * g).to(z_row.dtype.element_ty), mask=columns < vocab)
+        g = tl.where(weight == 0, 0.0, weight * g)  # what adds nothing may be broken
+        tl.store(z_row + columns, g.to(z_row.dtype.element_ty), mask=columns < vocab)
 
 
 @triton.jit

@@ -115,7 +115,7 @@ def sweep(
         if results.grad_h.numel():
             results.grad_h[chunk.rows] = head.back(z).to(h.dtype)
         if results.grad_w.numel():
-            add_head_gradient(results.grad_w, z, draft_rows)
+            add_head_gradient(results.grad_w, z, draft_rows.masked_fill_(weight[:, None] == 0, 0.0))  # such a row may be broken
         del z  # before the next chunk's logits take their place
     weights = torch.tensor(list(kinds.values()), dtype=wide).to(h.device, non_blocking=True)
     weighted = row_weight.to(wide)[:, None] * results.terms * weights
@@ -179,7 +179,7 @@ def _plain_rows(kinds: dict[str, float], softcap: float) -> RowPass:
         else:
             rows, both = reference.row_divergences(z, t, chunk.place, names)
             gradient = reference.logit_gradient(both, names, weights)
-        torch.mul(gradient, row_weight[:, None], out=z)
+        torch.mul(gradient, row_weight[:, None], out=z).masked_fill_(row_weight[:, None] == 0, 0.0)
         return tuple(rows)
 
     return run
