@@ -48,7 +48,7 @@ def make(provider: str, case: Case, dtype: torch.dtype, device: str) -> Local:
     error = check(provider, dtype, device)
     require_memory(4 * (case.model.verifier_vocab + 2 * case.vocab) * case.model.hidden, device)
     draft = _shared_draft(case.preset, case.vocab, device)
-    heads = draft.lm_head.weight, draft.verifier_lm_head.weight
+    heads = (draft.lm_head.weight, draft.verifier_lm_head.weight) if provider == "auto" else ()
     return Local(step(provider, draft, packed_batch(case, dtype, device), case, dtype), device, error, partial(held_bytes, *heads))
 
 

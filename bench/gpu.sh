@@ -13,12 +13,13 @@ mkdir -p "$OUT" build/bench
 export PYTHONUNBUFFERED=1 EAGLE3_FAST_TEST_DEVICE=cuda PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 started=$(date +%s)
 summary=
+whole=455 # seconds for all parts but the report
 
 # part NAME SECONDS "MODULES IT NEEDS" COMMAND...: runs it under its own limit and within the whole one, whatever the parts before it did.
 part() {
   name=$1 limit=$2 needs=$3
   shift 3
-  left=$((480 - $(date +%s) + started))
+  left=$((whole - $(date +%s) + started))
   [ "$left" -lt "$limit" ] && limit=$left
   missing=
   for module in $needs; do "$PYTHON" -c "import $module" 2>/dev/null || missing="$missing $module"; done
@@ -45,11 +46,13 @@ for module in liger_kernel pytest_benchmark; do
   "$PYTHON" -c "import $module" 2>/dev/null || echo "not installed, goes without: $module"
 done
 part machine 60 "torch triton" sh -c "nvidia-smi; '$PYTHON' -c 'import torch, triton; print(torch.__version__, triton.__version__, torch.version.cuda)'"
-part op-tests 150 "torch triton pytest transformers pydantic" "$PYTHON" -m pytest tests/ops --maxfail 10 --durations 3
+part attention-tests 80 "torch triton pytest transformers pydantic" "$PYTHON" -m pytest tests/ops/test_ttt_attention.py --tb short
+part divergence-tests 80 "torch triton pytest transformers pydantic" "$PYTHON" -m pytest tests/ops/test_linear_divergence.py --tb short
 part smoke 60 "torch triton pytest" "$PYTHON" -m pytest bench/bench_linear_divergence.py bench/bench_ttt_attention.py --device cuda
 part linear-divergence 75 "torch triton pytest" "$PYTHON" -m pytest bench/bench_linear_divergence.py $OPTIONS
 part ttt-attention 60 "torch triton pytest" "$PYTHON" -m pytest bench/bench_ttt_attention.py $OPTIONS
 part train-step 90 "torch triton pytest transformers pydantic safetensors" "$PYTHON" -m pytest bench/bench_train_step.py $OPTIONS
-part report 30 "torch" sh -c "'$PYTHON' bench/report.py --no-plots > '$OUT/report.md'; cat '$OUT/report.md'"
+whole=480
+part report 25 "torch" sh -c "'$PYTHON' bench/report.py --no-plots > '$OUT/report.md'; cat '$OUT/report.md'"
 [ "$OUT" -ef build/bench ] || cp build/bench/*.json "$OUT"
 echo "== summary$summary" | tee "$OUT/summary.txt"

@@ -29,8 +29,8 @@ KINDS = ("kl_div", "rkl", "jsd", "ce", "tv", "nla", "lk_hybrid")
 """Order of the divergences in the row pass's weights and terms."""
 CHUNK_ELEMENTS = {"cpu": 1 << 24, "packed": 1 << 23, "cuda": 1 << 27}
 """Draft logits held at a time. On a GPU the weight gradient's read-modify-write must stay small beside its product, which asks for
-some 4,096 rows at a vocabulary of 32,000. On a CPU products with a packed head (`_heads`) have their full rate from a hundred rows on,
-the fewer verifier rows of the chunk included; others need five hundred."""
+some 4,096 rows at a vocabulary of 32,000. On a CPU the draft's products with a packed head (`_heads`) have their full rate from a hundred
+rows on, and the fewer verifier rows of a chunk are a small part; products that lay the head out anew need five hundred."""
 CHUNK_ROWS = {"cpu": (128, 2048), "cuda": (2048, 16384)}
 """Fewest and most rows of a chunk."""
 REFERENCE_ROWS = 128

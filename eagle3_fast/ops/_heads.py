@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from eagle3_fast.log import say_once
+
 
 class Head:
     """Products with `weight` [V, H]. Logits live until the next call."""
@@ -44,10 +46,21 @@ class Head:
 
 @dataclass
 class Layouts:
-    """A head's copies in oneDNN's layout, made when first needed, and the place and version of the head that they are copies of."""
+    """Copies of a head in oneDNN's layout, made when first needed, and what they are copies of.
 
-    state: tuple[int, int]
+    `of` shares the head's memory: while it is held, no other tensor can stand in the same place.
+    """
+
+    of: Tensor
+    version: int
     made: dict[str, Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def for_head(cls, weight: Tensor) -> Layouts:
+        return cls(weight.detach(), weight._version)
+
+    def current(self, weight: Tensor) -> bool:
+        return self.of.is_set_to(weight) and self.version == weight._version
 
 
 class PackedHead(Head):
@@ -84,9 +97,8 @@ def head_for(weight: Tensor, dtype: torch.dtype) -> Head:
     """
     if not _stays(weight) or weight.dtype != dtype or not packs(dtype):
         return Head(weight.to(dtype))
-    state = weight.data_ptr(), weight._version
-    if weight not in _layouts or _layouts[weight].state != state:
-        _layouts[weight] = Layouts(state)
+    if weight not in _layouts or not _layouts[weight].current(weight):
+        _layouts[weight] = Layouts.for_head(weight)
     return PackedHead(weight, _layouts[weight])
 
 
@@ -106,5 +118,11 @@ def _stays(weight: Tensor) -> bool:
 def packs(dtype: torch.dtype) -> bool:
     """Whether frozen heads of this dtype are packed on this CPU."""
     ops = torch.ops.mkldnn
+    if dtype != torch.bfloat16 or not torch.backends.mkldnn.is_available() or not ops._is_mkldnn_bf16_supported():
+        return False
     known = all(hasattr(ops, name) for name in ("_linear_pointwise", "_reorder_linear_weight"))
-    return dtype == torch.bfloat16 and known and bool(ops._is_mkldnn_bf16_supported())
+    if not known:
+        say_once(
+            f"torch {torch.__version__} has not the packed products of other releases: heads are laid out anew for each product"
+        )
+    return known

@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from torch import nn
 
 from eagle3_fast.config import LOSS_TERMS
 from eagle3_fast.ops import linear_divergence, select
 from eagle3_fast.ops._chunks import KINDS, _top1, add_head_gradient
 from eagle3_fast.reference import linear_divergence as reference
 from eagle3_fast.testing.budget import assert_within_budget
-from eagle3_fast.testing.cases import LINEAR_DIVERGENCE, LinearDivergenceCase
+from eagle3_fast.testing.cases import DEVICE, LINEAR_DIVERGENCE, LinearDivergenceCase
 
 ORDINARY = LINEAR_DIVERGENCE[0]
 MIX = {"kl_div": 0.25, "tv": 2.0, "jsd": 1.0}
@@ -59,13 +60,16 @@ def test_weighted_mix_is_the_sum_of_its_terms(dtype: torch.dtype, rtol: float) -
 
 
 def bf16_gradient_error(kind: str, scale: float, apart: float = 0.05) -> float:
-    """Relative error of dL/dh for bf16 inputs with a draft `apart` from its verifier; `scale` sets how sharp the distributions are."""
+    """Relative error of dL/dh for bf16 inputs with a draft `apart` from its verifier; `scale` sets how sharp the distributions are.
+
+    The heads are frozen parameters, as in training.
+    """
     draw = torch.Generator().manual_seed(0)
     t = torch.randn(64, 256, generator=draw)
     u = torch.randn(1024, 256, generator=draw) * 256**-0.5 * scale
-    h = (t + apart * torch.randn(64, 256, generator=draw)).bfloat16().requires_grad_()
-    u, t = u.bfloat16(), t.bfloat16()
-    row, weight, anchor = torch.arange(64), torch.full((64,), 1 / 64), (t.float() @ u.float().T).argmax(-1)
+    h = (t + apart * torch.randn(64, 256, generator=draw)).to(DEVICE, torch.bfloat16).requires_grad_()
+    u, t = nn.Parameter(u.to(DEVICE, torch.bfloat16), requires_grad=False), t.to(DEVICE, torch.bfloat16)
+    row, weight, anchor = torch.arange(64), torch.full((64,), 1 / 64, device=DEVICE), (t.float() @ u.float().T).argmax(-1)
     linear_divergence(h, u, t, u, row, weight, {kind: 1.0}, anchor_R=anchor).loss.backward()
     exact = h.detach().double().requires_grad_()
     loss, _ = reference.linear_divergence(exact, u.double(), t.double(), u.double(), row, weight.double(), [kind], [1.0])
@@ -111,7 +115,7 @@ def test_centring_changes_no_result(impl: Callable[..., None], monkeypatch: pyte
     monkeypatch.setattr("eagle3_fast.precision.cpu_multiplies_bfloat16", lambda: True)
     inputs = ORDINARY.inputs(torch.bfloat16)
     draw = torch.Generator().manual_seed(2)
-    wild = torch.randint(-1, ORDINARY.vocab, (ORDINARY.targets,), generator=draw)
+    wild = torch.randint(-1, ORDINARY.vocab, (ORDINARY.targets,), generator=draw).to(DEVICE)
     impl("fused", "float32")
     expected = linear_divergence(**inputs, kinds=MIX)
     impl("fused", "centred")
@@ -162,9 +166,9 @@ def test_head_gradient_is_accumulated_in_float32(rows: int) -> None:
 @FUSED_AND_WIDE
 def test_a_draft_equal_to_the_verifier_has_nothing_to_learn(dtype: torch.dtype, rtol: float, kind: str, vocab: int) -> None:
     draw = torch.Generator().manual_seed(0)
-    h, w = torch.randn(6, 8, generator=draw, dtype=dtype), torch.randn(vocab, 8, generator=draw, dtype=dtype)
+    h, w = (torch.randn(rows, 8, generator=draw, dtype=dtype).to(DEVICE) for rows in (6, vocab))
     h.requires_grad_()
-    result = linear_divergence(h, w, h.detach(), w, torch.arange(6), torch.ones(6, dtype=dtype), {kind: 1.0})
+    result = linear_divergence(h, w, h.detach(), w, torch.arange(6), torch.ones(6, dtype=dtype, device=DEVICE), {kind: 1.0})
     result.loss.backward()
     assert abs(result.loss.item()) < rtol
     assert h.grad.abs().max() < rtol
@@ -243,9 +247,9 @@ def test_strided_inputs() -> None:
 @pytest.mark.parametrize("kind", ["kl_div", "rkl", "jsd", "tv", "nla", "lk_hybrid"])
 def test_underflow_on_both_sides_stays_finite(kind: str, gap: float) -> None:
     many, one = torch.tensor([0.0] * 100 + [-gap]), torch.tensor([-gap] * 100 + [0.0])
-    z, t, eye = torch.stack((many, one)), torch.stack((one, many)), torch.eye(101)
+    z, t, eye = torch.stack((many, one)).to(DEVICE), torch.stack((one, many)).to(DEVICE), torch.eye(101, device=DEVICE)
     h = z.clone().requires_grad_()
-    result = linear_divergence(h, eye, t, eye, torch.arange(2), torch.ones(2), {kind: 1.0})
+    result = linear_divergence(h, eye, t, eye, torch.arange(2), torch.ones(2, device=DEVICE), {kind: 1.0})
     result.loss.backward()
     exact, gradient = _exact_of_logits(z, t, kind)
     assert result.loss.isfinite()
@@ -344,15 +348,16 @@ def test_a_broken_row_is_not_a_perfect_one(side: str, kind: str, name: str, impl
     inputs[side].data[3, 5] = math.nan
     rows = torch.arange(ORDINARY.rows) == 3 if side == "h_MH" else inputs["target_row_M"] == 3
     result = linear_divergence(**inputs, kinds={kind: 1.0})
-    assert torch.equal(result.overlap_M.isnan(), rows)
+    assert torch.equal(result.overlap_M.isnan().cpu(), rows)
     if kind == "ce" and side == "t_RG":
         return  # reads nothing of the verifier but its top token
-    assert torch.equal(result.terms_ME[:, 0].isnan(), rows)
+    assert torch.equal(result.terms_ME[:, 0].isnan().cpu(), rows)
     assert result.loss.isnan() or not rows.any()
     assert result.draft_top1_M.max() < ORDINARY.vocab
     assert result.verifier_top1_M.max() < ORDINARY.vocab
 
 
+@pytest.mark.skipif(DEVICE != "cpu", reason="GPUs take torch's argmax")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", [1, 7, 64, 1000, 4099])
 def test_top1_is_the_first_of_the_largest(dtype: torch.dtype, size: int) -> None:

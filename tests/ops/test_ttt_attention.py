@@ -87,7 +87,7 @@ def test_rows_that_no_query_owns_get_no_gradient() -> None:
     _, gradients = ours(inputs)
     for gradient, rows in zip(gradients[3:], inputs["own_rows"] * 2, strict=True):
         unused = torch.ones(len(gradient), dtype=torch.bool)
-        unused[rows] = False
+        unused[rows.cpu()] = False
         assert unused.sum() >= 4 and (gradient[unused] == 0).all() and (gradient[~unused] != 0).any()
 
 
