@@ -546,7 +546,8 @@ def compare_dot(devices: list[str], dtype: str = "bfloat16") -> dict[str, Any]:
 
 
 def compare_divergence(devices: list[str]) -> dict[str, Any]:
-    """`linear_divergence` with its gradients, as training would run it, against the float64 reference; the worst of all devices.
+    """`linear_divergence` with its gradients against the float64 reference, with frozen heads and with a trained one, as training
+    would run it; the worst of all devices.
 
     The error budget is that of CONTRIBUTING.md, for the loss and both gradients; its eps is that of the inputs' dtype, in which the
     fused kernels also keep logits.
@@ -569,21 +570,27 @@ def compare_divergence(devices: list[str]) -> dict[str, Any]:
     for device in devices:
         dtype = arithmetic_dtype(torch.bfloat16, torch.device(device).type)
         inputs, taken = case.inputs(dtype), resolve("linear_divergence", torch.device(device).type, dtype)
-        exact = _loss_and_gradients(by_reference, {n: x.double() if x.is_floating_point() else x for n, x in inputs.items()}, "cpu")
-        eager, actual = (_loss_and_gradients(run, inputs, device) for run in (by_reference, by_op))
-        for part, x, y, z in zip(("loss", "gradient in h", "gradient in the head"), actual, exact, eager, strict=True):
-            allowed = 2 * (z.double() - y).abs().max() + 4 * torch.finfo(dtype).eps * y.abs().max()
-            what = f"linear_divergence ({taken}) 64 x 64 x 257, {str(dtype).removeprefix('torch.')}, {part}"
-            outcomes.append(_outcome_on(device, what, (x.double() - y).abs().max(), allowed))
+        wide = {n: x.double() if x.is_floating_point() else x for n, x in inputs.items()}
+        for trained, parts in (
+            (["h_MH"], ("loss", "gradient in h")),
+            (["h_MH", "w_VH"], ("loss", "gradient in h", "gradient in the head")),
+        ):
+            exact = _loss_and_gradients(by_reference, wide, trained, "cpu")
+            eager, actual = (_loss_and_gradients(run, inputs, trained, device) for run in (by_reference, by_op))
+            for part, x, y, z in zip(parts, actual, exact, eager, strict=True):
+                allowed = 2 * (z.double() - y).abs().max() + 4 * torch.finfo(dtype).eps * y.abs().max()
+                what = f"linear_divergence ({taken}) 64 x 64 x 257, {str(dtype).removeprefix('torch.')}, {part}"
+                outcomes.append(_outcome_on(device, what, (x.double() - y).abs().max(), allowed))
     return max(outcomes, key=_badness)
 
 
-def _loss_and_gradients(run: Callable[..., Any], inputs: dict[str, Any], device: str) -> list[Any]:
-    """Loss, its gradient in the draft rows and in the head, computed on `device`, returned on the CPU."""
+def _loss_and_gradients(run: Callable[..., Any], inputs: dict[str, Any], trained: list[str], device: str) -> list[Any]:
+    """Loss and its gradients in what is trained, computed on `device`, returned on the CPU. The other heads are frozen parameters."""
     import torch
 
     placed = {name: x.detach().to(device) for name, x in inputs.items()}
-    leaves = [placed[name].requires_grad_() for name in ("h_MH", "w_VH")]
+    placed |= {name: torch.nn.Parameter(placed[name], requires_grad=False) for name in ("w_VH", "u_VG")}
+    leaves = [placed[name].requires_grad_() for name in trained]
     loss = run(**placed)
     return [x.cpu() for x in (loss.detach(), *torch.autograd.grad(loss, leaves))]
 

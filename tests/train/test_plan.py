@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ from eagle3_fast.model.ttt import plan_rows, run_ttt
 from eagle3_fast.ops._heads import held_bytes
 from eagle3_fast.records import PackedBatch
 from eagle3_fast.train import plan as planning
-from eagle3_fast.train.footprint import Setting
+from eagle3_fast.train.footprint import Setting, Stage
 from eagle3_fast.train.optim import build_optimizers
 from eagle3_fast.train.plan import Estimate, parse_bytes, plan, recommendation, warn_if_too_big
 from eagle3_fast.train.start import objective, trains_head
@@ -193,6 +193,24 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, in
 def test_a_step_holds_what_was_planned(measured: dict[str, dict[str, int]], case: str, what: str) -> None:
     found = measured[case]
     assert found[f"planned {what}"] == pytest.approx(found[what], rel=0.1, abs=100)  # the fused AdamW makes a few counts
+
+
+@pytest.mark.parametrize(("compat", "columns"), [("0.9", 3 * 512 + 4), ("0.3", 512 + 2)])
+def test_packed_heads_are_the_frozen_ones_of_a_cpu_that_multiplies_bfloat16(
+    compat: str, columns: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The verifier's head for its logits, the draft's, where it is frozen, for its own and for gradients."""
+    engine = {"compat": compat} | ({"data_format_version": 0} if compat == "0.3" else {})
+    estimate = Estimate(sized_run(tmp_path, engine=engine), 2, online=False)
+
+    def planned(device: Literal["cpu", "cuda"], item: Literal[2, 4] = 2, stage: Stage = 0) -> int:
+        return estimate.footprint(Setting(device, item, 1, stage, False, 1)).packed_heads
+
+    monkeypatch.setattr("eagle3_fast.train.footprint.packs", lambda dtype: True)
+    assert planned("cpu") == planned("cpu", stage=2) == 4000 * columns * 2
+    assert planned("cuda") == planned("cpu", item=4) == planned("cpu", stage=3) == 0
+    monkeypatch.setattr("eagle3_fast.train.footprint.packs", lambda dtype: False)
+    assert planned("cpu") == 0
 
 
 # --- by hand -----------------------------------------------------------------------------------------------------------
