@@ -249,8 +249,9 @@ def require_memory(needed: int, device: str) -> None:
 
 
 def gemms(shapes: Sequence[tuple[int, int, int]], dtype: torch.dtype, device: str) -> Callable[[], None]:
-    """Bare products [m, k] x [k, n] into buffers that exist: what no implementation that needs these products can beat.
+    """Bare `torch.mm` [m, k] x [k, n] into buffers that exist: the products that any implementation needs, as PyTorch computes them.
 
+    A packed frozen head (`ops._heads`) can be a tenth faster than this on a bfloat16 CPU.
     Equal shapes share their buffers, as a chunked implementation does.
     """
     buffers = {
