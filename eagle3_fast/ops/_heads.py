@@ -2,7 +2,7 @@
 
 `Head` asks PyTorch's GEMM, which on a CPU lays the head out anew for its bfloat16 instructions with every chunk of rows. `PackedHead`
 keeps a frozen head in that layout, one for each direction, with a column of ones through which the product itself takes off the
-centre. That saves a tenth of the product's time and gives full speed from a hundred rows on, so chunks can be small; it holds twice the head's
+centre. That saves a tenth of the time and gives full speed from a hundred rows on, so chunks can be small; it holds twice the head's
 memory (once for a verifier's head) as long as the head lives. Float32 products gain nothing from it and are not packed.
 """
 
