@@ -34,7 +34,7 @@ PLAIN_ROW_TENSORS = 6
 
 @dataclass(frozen=True)
 class Setting:
-    """Where and how a draft is trained. item: bytes of the compute dtype. plain_norms: PyTorch's norms and SwiGLU, not liger-kernel's."""
+    """Where and how a draft is trained. item: bytes of the compute dtype."""
 
     device: Literal["cpu", "cuda"]
     item: Literal[2, 4]
@@ -42,7 +42,6 @@ class Setting:
     stage: Stage
     recompute: bool
     accumulation: int
-    plain_norms: bool = True
 
     @property
     def autocast(self) -> bool:
@@ -171,31 +170,23 @@ class _Rows:
         self.hidden, self.inner, self.aux = layer.hidden_size, layer.intermediate_size, draft.num_aux * draft.verifier_hidden_size
         self.queries, self.keys = (heads * layer.head_dim for heads in (layer.num_attention_heads, layer.num_key_value_heads))
 
-    def keep_norm(self, width: int, input_needs_gradient: bool = True) -> int:
-        """RMSNorm: liger keeps its input; PyTorch the float32 input and x / rms(x), only the latter where the input is data."""
-        if not self.setting.plain_norms:
-            return self.item * width
-        return WIDE * width * (2 if input_needs_gradient else 1)
-
     @property
     def keep_input(self) -> int:
-        """`Draft.fuse` and `Draft.embed`: the norms of aux states and token embeddings and what they hand to the projections."""
+        """`Draft.fuse` and `Draft.embed`: the normed aux states, which are the batch's, token embeddings and these normed."""
         normed = self.draft.norm_before_fc or self.draft.fc_norm
-        aux = self.keep_norm(self.aux, False) + self.item * self.aux if normed else 0
-        return aux + self.keep_norm(self.hidden, False) + self.item * self.hidden
+        return self.item * ((self.aux if normed else 0) + 2 * self.hidden)
 
     @property
     def keep_attention(self) -> int:
-        """One layer up to its attention: the input norm and its result, q, k, v, the output, lse, and Qwen3's norms of q and k."""
-        qk_norms = self.keep_norm(self.queries) + self.keep_norm(self.keys) if self.layer.model_type == "qwen3" else 0
-        projected = self.item * (2 * self.queries + 2 * self.keys) + WIDE * self.layer.num_attention_heads
-        return self.keep_norm(self.hidden) + self.item * self.hidden + qk_norms + projected
+        """One layer up to its attention: the norm's input and result, q, k, v, the output, lse, and what Qwen3 norms to q and k."""
+        qk_norms = self.queries + self.keys if self.layer.model_type == "qwen3" else 0
+        elements = 2 * self.hidden + qk_norms + 2 * self.queries + 2 * self.keys
+        return self.item * elements + WIDE * self.layer.num_attention_heads
 
     @property
     def feed_forward(self) -> int:
-        """The other half of a layer: its norm and that one's result, gate, up, their product, and without liger silu(gate)."""
-        gates = (4 if self.setting.plain_norms else 3) * self.item * self.inner
-        return self.keep_norm(self.hidden) + self.item * self.hidden + gates
+        """The other half of a layer: its norm's input and result, gate, up, and silu(gate) * up."""
+        return self.item * (2 * self.hidden + 3 * self.inner)
 
     @property
     def keep_feed_forward(self) -> int:
@@ -204,11 +195,8 @@ class _Rows:
     @property
     def feed_forward_backward(self) -> int:
         """At its fullest: the gradients of product, silu(gate) and up beside what is kept, less the product, which is dropped by then."""
-        gradients = (2 if self.setting.plain_norms else 1) * self.item * self.inner + 2 * self.item * self.hidden
-        if not self.setting.recompute:
-            return gradients
-        own_copy = self.setting.plain_norms and self.item < WIDE  # of the norm's input; else it is the tensor that was kept
-        return gradients + self.feed_forward - (0 if own_copy else self.item * self.hidden)
+        gradients = 2 * self.item * (self.inner + self.hidden)
+        return gradients + (self.feed_forward - self.item * self.hidden if self.setting.recompute else 0)
 
     @property
     def rotary(self) -> int:
@@ -219,7 +207,7 @@ class _Rows:
     def keep_step(self) -> int:
         """All layers of one step, and the norm before the head."""
         layers = self.layer.num_hidden_layers * (self.keep_attention + self.keep_feed_forward)
-        return layers + self.rotary + self.keep_norm(self.hidden)
+        return layers + self.rotary + self.item * self.hidden
 
     @property
     def keep_first_step(self) -> int:
@@ -257,7 +245,7 @@ def moments(draft: DraftConfig, weights: Weights, config: RunConfig, setting: Se
     held = size * (rows.embedding_share + rows.item * (rows.hidden + draft.verifier_hidden_size))
     sweep = Moment("loss", kept, 3 * head_rows + held + head, workspace_bytes(draft, config, setting))
     # Backwards through the last step: only its own gradients are on their way.
-    final_norm = size * rows.keep_norm(rows.hidden)
+    final_norm = size * rows.item * rows.hidden
     last = Moment("backward pass, last step", kept - final_norm, head_rows + head + size * rows.feed_forward_backward, 0)
     attention = Moment(
         "backward pass, attention of the last step",
@@ -271,7 +259,7 @@ def moments(draft: DraftConfig, weights: Weights, config: RunConfig, setting: Se
     on_the_way = size * (rows.embedding_share + rows.item * 2 * rows.keys * (steps - 1))
     on_the_way += gradients_on_the_way(weights, setting, rows.aux * rows.hidden)
     older, on_the_way = kept - final_norm - size * rows.keep_step, on_the_way + head_rows + head
-    one_less = size * rows.item * rows.inner if setting.plain_norms else 0  # only the product's gradient is there yet
+    one_less = size * rows.item * rows.inner  # only the product's gradient is there yet
     backward = size * rows.feed_forward_backward
     before_last = Moment("backward pass, last step but one", older, on_the_way + backward, 0)
     adding = Moment(

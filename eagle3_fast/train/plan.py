@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -143,7 +142,6 @@ def plan(config: RunConfig, gpus: int = 1, gpu_memory: str | None = None, online
         stage=0,
         recompute=False,
         accumulation=max(1, round(STEP_ROWS / (gpus * config.train.data.total_seq_len))),
-        plain_norms=find_spec("liger_kernel") is None,
     )
     estimate = Estimate(config, setting.item, online)
     footprints = [
@@ -239,7 +237,6 @@ def warn_if_too_big(config: RunConfig, online: bool = False, ranks: int = 1, sta
         stage=stage,
         recompute=config.engine.recompute,
         accumulation=config.engine.accumulation,
-        plain_norms=device == "cpu" or find_spec("liger_kernel") is None,
     )
     needed = Estimate(config, setting.item, online).footprint(setting).total
     if device == "cpu":
@@ -268,10 +265,9 @@ def table(plan: Plan) -> None:
     frozen = {name.removesuffix(".weight"): amount for name, amount in plan.estimate.weights.frozen.items() if amount >= 2**20}
     out.print("frozen parts: " + ", ".join(f"{name} {_size(amount)}" for name, amount in frozen.items()))
     setting, train = plan.footprints[0].setting, plan.estimate.config.train
-    norms = "PyTorch" if setting.plain_norms else "liger-kernel"
     out.print(
         f"assumed: {train.data.total_seq_len} rows a packed batch, all of them supervised (the worst case), "
-        f"{train.loss.ttt_steps} steps, {train.data.hidden_states_dtype}, norms by {norms}, "
+        f"{train.loss.ttt_steps} steps, {train.data.hidden_states_dtype}, "
         f"engine.accumulation={setting.accumulation}, {USABLE:.0%} of {_size(plan.gpu_memory)} usable"
     )
 

@@ -53,6 +53,43 @@ def test_cpu_tensors_never_reach_liger(calls: list[tuple]) -> None:
     assert calls == []
 
 
+def test_gradients_are_those_of_the_formulas() -> None:
+    draw = torch.Generator().manual_seed(0)
+    x, weight, up = (
+        torch.randn(*shape, generator=draw, dtype=torch.float64, requires_grad=True) for shape in ((3, 2, 8), (8,), (3, 2, 8))
+    )
+    assert torch.autograd.gradcheck(lambda x, weight: elementwise.rms_norm(x, weight, 1e-2), (x, weight))
+    assert torch.autograd.gradcheck(lambda weight: elementwise.rms_norm(x.detach(), weight, 1e-2), (weight,))
+    assert torch.autograd.gradcheck(elementwise.swiglu, (x, up))
+
+
+@pytest.mark.parametrize("of_weight", [torch.float32, torch.bfloat16])
+def test_bfloat16_rows_are_normed_in_float32(of_weight: torch.dtype) -> None:
+    """Result and gradients are off by one rounding of each, whatever dtype the weight is in."""
+    draw = torch.Generator().manual_seed(0)
+    x, grad = (torch.randn(64, 512, generator=draw).bfloat16() for _ in range(2))
+    weight = torch.randn(512, generator=draw).to(of_weight)
+    narrow, exact = (
+        [value, *torch.autograd.grad(value, inputs, grad.to(value.dtype))]
+        for inputs in ([y.clone().requires_grad_() for y in (x, weight)], [y.double().requires_grad_() for y in (x, weight)])
+        for value in [elementwise.rms_norm(*inputs, 1e-5)]
+    )
+    for found, wanted, original in zip(narrow, exact, (x, x, weight), strict=True):
+        assert found.dtype == original.dtype
+        assert float(((found - wanted).norm() / wanted.norm()).detach()) < (2.5e-3 if found.dtype == torch.bfloat16 else 1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_backward_pass_keeps_inputs_and_little_else(dtype: torch.dtype) -> None:
+    x, gate, up = (torch.randn(16, 64, dtype=dtype, requires_grad=True) for _ in range(3))
+    weight, kept = torch.ones(64, requires_grad=True), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda value: kept.append(value) or value, lambda value: value):
+        elementwise.rms_norm(x, weight, 1e-5)
+        elementwise.swiglu(gate, up)
+    inputs = {value.data_ptr() for value in (x, weight, gate, up)}
+    assert sum(value.nbytes for value in kept if value.data_ptr() not in inputs) == 16 * 4  # 1 / rms of each row
+
+
 def test_cuda_tensors_do(calls: list[tuple]) -> None:
     x, weight = on_cuda(torch.randn(3, 8)), torch.ones(8)
     elementwise.rms_norm(x, weight, 1e-6)

@@ -269,12 +269,6 @@ def test_recompute_and_fewer_steps_hold_less_and_every_step_costs_the_same(tmp_p
     assert {kept[steps + 1, False] - kept[steps, False] for steps in range(1, 4)} == {kept[2, False] - kept[1, False]}
 
 
-def test_liger_kernel_keeps_less(tmp_path: Path) -> None:
-    estimate = Estimate(glm5(tmp_path), 2, False)
-    plain, liger = (estimate.footprint(Setting("cuda", 2, 1, 0, False, 1, plain_norms=plain)) for plain in (True, False))
-    assert liger.moment.kept < plain.moment.kept
-
-
 # --- sizes -------------------------------------------------------------------------------------------------------------
 
 
@@ -340,7 +334,7 @@ def test_a_draft_vocabulary_beyond_the_verifiers_is_refused(tmp_path: Path) -> N
 
 def test_the_recommended_setting_fits_and_is_the_cheapest_that_does(tmp_path: Path) -> None:
     config = glm5(tmp_path, **{"train.loss": {"ttt_steps": 7}})
-    chosen = {memory: plan(config, 8, memory).fitting for memory in ("96GiB", "24GiB")}
+    chosen = {memory: plan(config, 8, memory).fitting for memory in ("96GiB", "20GiB")}
     assert all(chosen.values())
     assert [(x.setting.stage, x.setting.recompute) for x in chosen.values() if x] == [(2, False), (2, True)]
     assert recommendation(plan(config, 1, "96GiB")).startswith("engine.recompute=false engine.accumulation=8 ")
