@@ -134,6 +134,11 @@ def _place(options: argparse.Namespace, rest: list[str]) -> None:
             near = get_close_matches(flag, getattr(options, "flags", ()), n=1)
             raise InputError(f"unknown argument {flag}" + (f"; did you mean {near[0]}?" if near else ""))
         options.overrides.append(word)
+    for name, values in vars(options).items():
+        if "." in name and isinstance(values, list):  # a flag of several values, which takes every word that follows it
+            own = next((at for at, word in enumerate(values) if at and "=" in word), len(values))
+            options.overrides += values[own:]
+            del values[own:]
 
 
 def _config(options: argparse.Namespace) -> RunConfig:

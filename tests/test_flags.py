@@ -93,6 +93,14 @@ def test_a_wrong_command_is_one_line(words: list[str], message: str, capsys: pyt
     assert error.count("\n") == 1
 
 
+def test_an_override_may_follow_a_flag_of_several_values(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--verifier-name-or-path", "v", "--target-layer-ids", "1", "3", "5", "engine.accumulation=2", "train.optimizer.lr=0.5"]
+    assert main(["train", *words, "--dump-config"]) == 0
+    document = yaml.safe_load(capsys.readouterr().out)
+    assert document["train"]["draft"]["target_layer_ids"] == [1, 3, 5]
+    assert (document["engine"]["accumulation"], document["train"]["optimizer"]["lr"]) == (2, 0.5)
+
+
 def test_dump_config_prints_what_reads_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--verifier-name-or-path", "v", "engine.accumulation=2", "--lr", "1e-4", "--save-best", "ops.impl=reference"]
     assert main(["train", *words, "--dump-config"]) == 0
